@@ -1,0 +1,28 @@
+"""What all tests share: one thread for each process, the pool of workers, the settings of hypothesis."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from tests.pool import Pool
+
+# before anything imports torch: sums come out the same in one process and in many only if none of them splits its loops
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# examples are the same in every run, and a slow machine is no failure; the deadline of the whole test still holds
+settings.register_profile("pdsl", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("pdsl")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes for functions that need several ranks; see `tests.pool`."""
+    workers = Pool()
+    try:
+        yield workers
+    finally:
+        workers.close()

@@ -17,26 +17,22 @@ destroyed. A call ends by itself: a rank that raises, dies or is stuck at the de
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
-import io
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing import connection, context, get_context
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, field
+
+from tests.pool_worker import Died, Outcome, Raised, Request, Returned, dump, load, serve
 
 __all__ = ["Pool", "RankDied", "RankFailed", "RankStuck"]
 
-ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest"]
 PATIENCE = 5.0  # seconds that the other ranks have to notice a failure before they are killed
 STACK_PATIENCE = 3.0  # seconds that a stuck rank has to write its stack
@@ -52,185 +48,6 @@ class RankStuck(Exception):
 
 class RankFailed(Exception):
     """A rank raised something that cannot be sent between processes; the message holds its traceback."""
-
-
-@frozen
-class Request:
-    """What a worker is asked to do. `call` is pickled on its own, so that a function that cannot be imported is an answer, not a crash."""
-
-    rank: int
-    world: int
-    port: int
-    prefix: str
-    deadline: float
-    call: bytes
-
-
-@frozen
-class Returned:
-    """The pickled result of a rank."""
-
-    result: bytes
-
-
-@frozen
-class Raised:
-    """An exception of a rank: when it was caught on the machine's monotonic clock, as text, and pickled where that is possible."""
-
-    moment: float
-    text: str
-    error: bytes | None
-    follows: bool
-
-
-@frozen
-class Died:
-    """A worker that ended without an answer."""
-
-    exitcode: int | None
-
-
-Outcome = Returned | Raised | Died
-
-
-# --- values between processes ---------------------------------------------------------------------------------------------------------
-
-
-class _Pickler(pickle.Pickler):
-    """Writes tensors by value: torch's own reductions would share memory through file descriptors, or send the whole storage of a view."""
-
-    def reducer_override(self, value: Any) -> Any:
-        import torch
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(value, DTensor):
-            raise TypeError("a DTensor means nothing outside its mesh: return .full_tensor() or .to_local()")
-        if isinstance(value, torch.Tensor):
-            buffer = io.BytesIO()
-            torch.save(value.detach().cpu().clone(memory_format=torch.contiguous_format), buffer)
-            return _tensor, (buffer.getvalue(),)
-        return NotImplemented
-
-
-def _tensor(data: bytes) -> Any:
-    import torch
-
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
-def _dump(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
-def _load(data: bytes) -> Any:
-    return pickle.loads(data)  # noqa: TID251  our own workers, over their own pipes
-
-
-# --- in the worker --------------------------------------------------------------------------------------------------------------------
-
-
-def _serve(link: connection.Connection, stacks: str) -> None:
-    """The life of a worker: answer requests until the other end of the pipe is closed."""
-    _end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the test process decides
-    sys.path.insert(0, str(ROOT))
-    stack_file = Path(stacks).open("w", encoding="utf-8")  # noqa: SIM115  stays open for the signal handler
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-
-    import torch
-
-    torch.set_num_threads(1)
-    while True:
-        try:
-            request = _load(link.recv_bytes())
-        except EOFError:
-            return
-        link.send_bytes(pickle.dumps(_answer(request)))
-
-
-def _end_with_parent() -> None:
-    """Ask Linux to kill this process when the fork server ends, which ends with the test process, however that ended."""
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
-
-
-def _answer(request: Request) -> Outcome:
-    import torch
-
-    environment = dict(os.environ)
-    outcome = _run(request)
-    _leave_groups()
-    if isinstance(outcome, Raised):
-        gc.collect()  # groups held by the frames of the exception close now, so that the other ranks notice
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_default_dtype(torch.float32)
-    torch.set_num_threads(1)
-    return outcome
-
-
-def _run(request: Request) -> Outcome:
-    import torch
-    from torch.distributed import PrefixStore, TCPStore
-
-    try:
-        function, args, kwargs = _load(request.call)
-        # every wait on the store may outlast the deadline, so that a stuck call is reported with its stacks
-        server = TCPStore("127.0.0.1", request.port, is_master=False, timeout=_seconds(request.deadline + 60.0))
-        torch.manual_seed(0)
-        result = function(request.rank, request.world, PrefixStore(request.prefix, server), *args, **kwargs)
-        return Returned(_dump(result))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  it is raised again in the test
-        moment = time.monotonic()
-        text = traceback.format_exc()
-        return Raised(moment=moment, text=text, error=_sendable(error), follows=_follows(error))
-
-
-def _seconds(value: float) -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=value)
-
-
-def _sendable(error: BaseException) -> bytes | None:
-    """The exception without its frames, or None where it does not survive the journey or is no ordinary exception."""
-    if not isinstance(error, Exception):
-        return None
-    try:
-        data = _dump(error)
-        _load(data)
-    except Exception:  # noqa: BLE001  whatever the class of the exception does wrong
-        return None
-    return data
-
-
-def _follows(error: BaseException) -> bool:
-    """Whether this is what a rank sees when another one has gone: a closed connection or an aborted collective."""
-    text = f"{type(error).__name__}: {error}".lower()
-    signs = (
-        "connection closed",
-        "connection reset",
-        "broken pipe",
-        "connection refused",
-        "connection was closed",
-        "read error",
-        "write error",
-    )
-    return isinstance(error, ConnectionError | EOFError) or any(sign in text for sign in signs)
-
-
-def _leave_groups() -> None:
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        # a rank that failed may find its peers gone; there is nothing more to say about it than its own error
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
 
 
 # --- in the test process --------------------------------------------------------------------------------------------------------------
@@ -288,7 +105,7 @@ class Pool:
         """
         if not 1 <= world <= self.limit:
             raise ValueError(f"world is {world}: this pool has 1 to {self.limit} ranks")
-        call = _dump((function, args, kwargs))
+        call = dump((function, args, kwargs))
         until = time.monotonic() + deadline
         workers = self._take(world)
         self._calls += 1
@@ -302,7 +119,7 @@ class Pool:
         if stuck:
             raise RankStuck(_stuck_report(function, world, deadline, stuck))
         _raise_failure(function, world, outcomes, sorted(waiting))
-        return [_load(outcomes[rank].result) for rank in range(world)]
+        return [load(outcomes[rank].result) for rank in range(world)]
 
     def close(self) -> None:
         """End every worker by its id."""
@@ -334,7 +151,7 @@ class Pool:
         ours, theirs = method.Pipe()
         stacks = Path(self._folder.name) / f"stack-{self._born}"
         stacks.touch()
-        process = method.Process(target=_serve, args=(theirs, str(stacks)), name=f"pdsl-worker-{self._born}", daemon=True)
+        process = method.Process(target=serve, args=(theirs, str(stacks)), name=f"pdsl-worker-{self._born}", daemon=True)
         self._born += 1
         process.start()
         theirs.close()
@@ -397,7 +214,7 @@ def _last_words(worker: _Worker) -> Outcome:
     """The answer that lies in the pipe, or the death of the worker."""
     try:
         if worker.link.poll():
-            outcome: Outcome = _load(worker.link.recv_bytes())
+            outcome: Outcome = load(worker.link.recv_bytes())
             return outcome
     except (EOFError, OSError):
         pass
@@ -418,7 +235,7 @@ def _raise_failure(function: Callable[..., Any], world: int, outcomes: dict[int,
     if isinstance(first, Died):
         raise RankDied("\n".join([f"{where}: the process {_ending(first.exitcode)}", *also]))
     assert isinstance(first, Raised)
-    error = RankFailed(f"{where} raised") if first.error is None else _load(first.error)
+    error = RankFailed(f"{where} raised") if first.error is None else load(first.error)
     error.add_note("\n".join([f"{where}:", first.text.rstrip(), *also]))
     raise error
 

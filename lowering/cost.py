@@ -1,0 +1,336 @@
+"""The cost model: what a plan takes in memory, on the wire and in time, from shapes and schedules alone.
+
+Bytes are exact for what PDSL itself places: parameters, gradients, optimizer state, transfers, collectives of a ring. Activations rest on what the
+probe saw autograd save in fp32 on one process, so with tensor parallelism they are an upper bound. Time is in FLOPs of one sample, so it
+compares plans and cuts and gives the bubble; it is no prediction of seconds.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from attrs import evolve, frozen
+
+from pdsl.lowering.boxes import box, box_shape
+from pdsl.lowering.facts import LayerFacts, ParameterFacts
+from pdsl.lowering.ownership import owned_parameters, stages_using, summed_over
+from pdsl.lowering.plan import Plan, StageCut, Template
+from pdsl.lowering.programs import template_timeline
+from pdsl.lowering.schedule import Op
+from pdsl.lowering.spec import Quantity, Value
+
+__all__ = [
+    "CostReport", "RankMemory", "RankTraffic", "TemplateTime", "boundary_bytes", "cost", "is_trained", "ring_all_reduce",
+]  # fmt: skip
+
+_ITEM = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+_FP32 = 4
+
+
+@frozen
+class RankMemory:
+    """Bytes of one rank at its worst moment, by cause.
+
+    `parameters`, `gradients` and `optimizer` are the rank's own shards and stay. `activations` is the peak over the rank's row of the schedule of
+    what autograd keeps from a forward to its backward. `transient` is what the step adds on top of the shards: parameters made whole for the step,
+    their whole gradients until they are reduced. `boundary` holds tensors received from neighbours: inputs, kept from a forward to its backward, and
+    one gradient.
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    transient: int
+    boundary: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.boundary
+
+
+@frozen
+class RankTraffic:
+    """Bytes that one rank sends in one step, by kind. Collectives count as rings.
+
+    `all_gather` makes sharded parameters whole, `reduce_scatter` returns their gradients, `gradient_sum` adds gradients over pipelines and other
+    holders of the same box, `tensor` is what tensor parallelism sums inside layers, `point_to_point` activations and gradients between stages.
+    """
+
+    rank: int
+    all_gather: int
+    reduce_scatter: int
+    gradient_sum: int
+    tensor: int
+    point_to_point: int
+
+    @property
+    def total(self) -> int:
+        return self.all_gather + self.reduce_scatter + self.gradient_sum + self.tensor + self.point_to_point
+
+
+@frozen
+class TemplateTime:
+    """The simulated step of one template: its makespan in FLOPs per sample (backward twice the forward), and the share of it that positions idle."""
+
+    template: int
+    makespan: Fraction
+    bubble: Fraction
+
+
+@frozen
+class CostReport:
+    """All costs of a plan. `memory` and `traffic` are by rank.
+
+    `step_time` is the longest makespan times the samples of a microbatch on a rank, over the tensor ranks that share the work: FLOPs on the critical path
+    of one step. `bubble` is the share of the step that the ranks of all pipelines idle, waiting for the slowest pipeline included. `ideal` is
+    the step time without any bubble: all work spread evenly over all ranks.
+    """
+
+    memory: tuple[RankMemory, ...]
+    traffic: tuple[RankTraffic, ...]
+    templates: tuple[TemplateTime, ...]
+    step_time: Fraction
+    ideal: Fraction
+    bubble: Fraction
+
+
+def cost(plan: Plan) -> CostReport:
+    """The costs of a plan."""
+    ranks = range(plan.world_size)
+    times = tuple(_template_time(plan, i) for i in range(len(plan.templates)))
+    slowest = max(times[p.template].makespan for p in plan.pipelines)
+    work = sum((times[p.template].makespan * (1 - times[p.template].bubble) * len(p.islands) for p in plan.pipelines), Fraction(0))
+    even = work / sum(len(p.islands) for p in plan.pipelines)
+    scale = Fraction(plan.rows_per_rank, plan.tensor_size)
+    alike: dict[tuple[int, int, int, int], tuple[RankMemory, RankTraffic]] = {}
+    for rank in ranks:
+        place = _place(plan, rank)
+        if place not in alike:
+            alike[place] = _memory(plan, rank), _traffic(plan, rank)
+    return CostReport(
+        memory=tuple(evolve(alike[_place(plan, rank)][0], rank=rank) for rank in ranks),
+        traffic=tuple(evolve(alike[_place(plan, rank)][1], rank=rank) for rank in ranks),
+        templates=times,
+        step_time=slowest * scale,
+        ideal=even * scale,
+        bubble=1 - even / slowest,
+    )
+
+
+def _place(plan: Plan, rank: int) -> tuple[int, int, int, int]:
+    """Ranks at the same place of pipelines of one template cost the same, so each place is computed once."""
+    at = plan.coordinate(rank)
+    return (plan.pipelines[at.pipeline].template, at.position, at.shard, at.tensor)
+
+
+def _template_time(plan: Plan, index: int) -> TemplateTime:
+    timeline = template_timeline(plan, plan.templates[index])
+    return TemplateTime(index, Fraction(timeline.makespan), Fraction(timeline.bubble))
+
+
+# --- boxes --------------------------------------------------------------------------------------------------------------------------------
+
+
+def is_trained(plan: Plan, parameter: ParameterFacts) -> bool:
+    """Whether a parameter gets a gradient: it wants one, and no frozen layer uses it."""
+    return parameter.trainable and min(parameter.layers) >= plan.frozen_layers
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _item(dtype: str) -> int:
+    return _ITEM.get(dtype, _FP32)
+
+
+def _box_bytes(plan: Plan, p: ParameterFacts, shard: int, tensor: int) -> int:
+    return _numel(box_shape(box(plan, p, shard, tensor))) * _item(p.dtype)
+
+
+def _whole_bytes(plan: Plan, p: ParameterFacts, tensor: int) -> int:
+    """Bytes of a parameter once its shards are gathered; what tensor parallelism splits stays split."""
+    return (
+        sum(_box_bytes(plan, p, shard, tensor) for shard in range(plan.shard_size))
+        if plan.layout(p.name).sharded
+        else _box_bytes(plan, p, 0, tensor)
+    )
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _memory(plan: Plan, rank: int) -> RankMemory:
+    at = plan.coordinate(rank)
+    owned = owned_parameters(plan, rank)
+    parameters = gradients = elements = 0
+    for p in owned:
+        size = _box_bytes(plan, p, at.shard, at.tensor)
+        parameters += size
+        if is_trained(plan, p):
+            gradients += size
+            elements += size // _item(p.dtype)
+    activations, boundary = _peaks(plan, plan.template(at.pipeline), at.position)
+    return RankMemory(
+        rank=rank,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=_optimizer_states(plan) * elements * _FP32,
+        activations=activations,
+        transient=_transient(plan, rank, owned),
+        boundary=boundary,
+    )
+
+
+def _optimizer_states(plan: Plan) -> int:
+    """Numbers that the optimizer keeps for each element: two moments for adamw, one buffer for sgd with momentum, none without."""
+    optimizer = plan.job.optimizer
+    if optimizer.name == "sgd":
+        return 1 if _nonzero(optimizer.get("momentum", 0)) else 0
+    return 2
+
+
+def _nonzero(value: Value) -> bool:
+    return bool(value.value if isinstance(value, Quantity) else value)
+
+
+def _peaks(plan: Plan, template: Template, position: int) -> tuple[int, int]:
+    """The most bytes of activations, and of received tensors, that a position holds at once: prefix sums over its row.
+
+    A forward takes, the operation that ends with the weight gradients gives back.
+    """
+    rows = plan.rows_per_rank
+    saved = [_stage_activation(plan, s) * rows for s in template.stages]
+    received = [
+        boundary_bytes(plan.facts.layers[s.start], rows) if i and _crosses(template, i) else 0 for i, s in enumerate(template.stages)
+    ]
+    activations = inputs = most_activations = most_inputs = 0
+    for o in template.schedule.rows[position]:
+        sign = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1, Op.BACKWARD_INPUT: 0}[o.op]
+        activations += sign * saved[o.stage]
+        inputs += sign * received[o.stage]
+        most_activations = max(most_activations, activations)
+        most_inputs = max(most_inputs, inputs)
+    after = [s for i, s in enumerate(template.stages) if i and template.stages[i - 1].position == position and _crosses(template, i)]
+    gradient = max((boundary_bytes(plan.facts.layers[s.start], rows, gradients=True) for s in after), default=0)
+    return most_activations, most_inputs + gradient
+
+
+def _crosses(template: Template, stage: int) -> bool:
+    """Whether the input of a stage comes from another position."""
+    return template.stages[stage - 1].position != template.stages[stage].position
+
+
+def _stage_activation(plan: Plan, stage: StageCut) -> int:
+    """Bytes that autograd saves for one sample in a stage; a frozen prefix saves nothing."""
+    return sum(layer.activation_bytes for layer in plan.facts.layers[max(stage.start, plan.frozen_layers) : stage.stop])
+
+
+def boundary_bytes(layer: LayerFacts, rows: int, *, gradients: bool = False) -> int:
+    """Bytes that cross the boundary into a layer for `rows` samples; only the tensors that get a gradient, if asked for."""
+    return sum(_numel(t.shape(rows)) * _item(t.dtype) for t in layer.inputs if t.differentiable or not gradients)
+
+
+def _transient(plan: Plan, rank: int, owned: tuple[ParameterFacts, ...]) -> int:
+    """Bytes of gathered parameters and whole gradients beyond the shards themselves.
+
+    Without resharding every sharded parameter of the rank's stages is whole for the step, and so is its gradient until it is reduced. With
+    resharding at most two layers are whole at a time, the one in use and the one gathered ahead; the whole gradients of more than one
+    microbatch still add up in place.
+    """
+    if plan.shard_size == 1:
+        return 0
+    at = plan.coordinate(rank)
+    sharded = [p for p in owned if plan.layout(p.name).sharded]
+    whole = {p.name: _whole_bytes(plan, p, at.tensor) for p in sharded}
+    trained = {p.name for p in sharded if is_trained(plan, p)}
+    if not plan.reshard:
+        return sum(whole.values()) + sum(whole[name] for name in trained)
+    stages = [plan.template(at.pipeline).stages[s] for s in plan.stages_of(rank)]
+    layers = [i for s in stages for i in range(s.start, s.stop)]
+    units = [sum(whole[p.name] for p in sharded if i in p.layers) for i in layers]
+    if len(plan.pipelines[at.pipeline].microbatches) > 1:
+        gradients = sum(whole[name] for name in trained)
+    else:
+        gradients = max((sum(whole[p.name] for p in sharded if i in p.layers and p.name in trained) for i in layers), default=0)
+    return sum(sorted(units)[-2:]) + gradients
+
+
+# --- traffic ------------------------------------------------------------------------------------------------------------------------------
+
+
+def ring_all_reduce(size: int, ranks: int) -> int:
+    """Bytes that each of `ranks` sends to sum `size` bytes in a ring: 2 * size * (n - 1) / n, rounded up."""
+    return -(-2 * size * (ranks - 1) // ranks) if ranks > 1 else 0
+
+
+def _traffic(plan: Plan, rank: int) -> RankTraffic:
+    at = plan.coordinate(rank)
+    others = plan.shard_size - 1
+    gather = scatter = summed = 0
+    for p in owned_parameters(plan, rank):
+        trained = is_trained(plan, p)
+        if plan.layout(p.name).sharded:
+            padded = _box_bytes(plan, p, 0, at.tensor)  # a ring moves shards of equal size: all are padded to the first
+            gather += others * padded * _gathers(plan, at.pipeline)
+            scatter += others * padded if trained else 0
+        if trained:
+            summed += ring_all_reduce(_box_bytes(plan, p, at.shard, at.tensor), len(summed_over(plan, p, rank)))
+    between = _point_to_point(plan, plan.template(at.pipeline), at.position)
+    return RankTraffic(rank, gather, scatter, summed, _tensor_traffic(plan, rank), between)
+
+
+def _gathers(plan: Plan, pipeline: int) -> int:
+    """How often a parameter is gathered in a step: once, or for every forward and backward when layers reshard in between."""
+    return 2 * len(plan.pipelines[pipeline].microbatches) if plan.reshard else 1
+
+
+def _tensor_traffic(plan: Plan, rank: int) -> int:
+    """Sums over the tensor ranks: each row-wise weight sums its output in the forward, each column-wise one the gradient of its input in the
+    backward. Their rows are the tokens of the layer's boundary: its size over its last dim.
+    """
+    if plan.tensor_size == 1:
+        return 0
+    at = plan.coordinate(rank)
+    template = plan.template(at.pipeline)
+    per_microbatch = 0
+    for p in plan.facts.parameters:
+        layout = plan.layout(p.name)
+        if layout.tensor_dim is None or len(p.shape) != 2:
+            continue
+        columns, rows = (0, 1) if p.module != "Embedding" else (1, 0)
+        features = p.shape[columns] if layout.tensor_dim == rows else p.shape[rows]
+        if p.module == "Embedding" and layout.tensor_dim == columns:
+            features = 0  # its input are indices: there is no gradient to sum
+        uses = sum(1 for stage in stages_using(plan, at.pipeline, p) if template.stages[stage].position == at.position)
+        tokens = _tokens(plan, p.layers[0]) * plan.rows_per_rank
+        per_microbatch += uses * ring_all_reduce(tokens * features * _item(p.dtype), plan.tensor_size)
+    return per_microbatch * len(plan.pipelines[at.pipeline].microbatches)
+
+
+def _tokens(plan: Plan, layer: int) -> int:
+    """Rows that one sample gives to the matrices of a layer, read off the nearest boundary."""
+    layers = plan.facts.layers
+    near = sorted(range(1, len(layers)), key=lambda i: (abs(i - layer), i))
+    for i in near:
+        tensors = [t for t in layers[i].inputs if t.differentiable and len(t.dims) > 1]
+        if tensors:
+            return _numel(tensors[0].shape(1)[:-1])
+    return 1
+
+
+def _point_to_point(plan: Plan, template: Template, position: int) -> int:
+    """Activations that a position sends forward and gradients that it sends back, over its row."""
+    layers, rows, stages = plan.facts.layers, plan.rows_per_rank, template.stages
+    total = 0
+    for o in template.schedule.rows[position]:
+        if o.op is Op.FORWARD and o.stage + 1 < len(stages) and _crosses(template, o.stage + 1):
+            total += boundary_bytes(layers[stages[o.stage + 1].start], rows)
+        elif o.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and o.stage and _crosses(template, o.stage):
+            total += boundary_bytes(layers[stages[o.stage].start], rows, gradients=True)
+    return total

@@ -1,0 +1,146 @@
+"""What is wrong with the rows of a schedule, and how many activations they hold.
+
+Findings name position, place in the row and operation, all counted from 0: "position 1, action 6: W of stage 1, microbatch 2 before its I".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pdsl.lowering.schedule import Number, Op, Operation, Schedule, loop_placement, v_placement
+from pdsl.lowering.schedules import PLANNED, SCHEDULES
+from pdsl.lowering.simulate import StageCosts, StuckSchedule, simulate
+
+__all__ = ["check_schedule", "peak_activations", "peak_in_flight"]
+
+
+def check_schedule(schedule: Schedule) -> tuple[str, ...]:
+    """All findings about a schedule; empty if it is valid.
+
+    Checked are the placement (each stage on one position, as the schedule's family wants it), the operations (each forward once, each backward
+    once and either whole or split, on the stage's own position), their order in the row, and, if all that holds, that the rows progress.
+    """
+    placement = tuple(_placement(schedule))
+    if placement:
+        return placement
+    findings = (*_owners(schedule), *_coverage(schedule), *_order(schedule))
+    if findings:
+        return findings
+    try:
+        simulate(schedule, StageCosts.equal(schedule.stages))
+    except StuckSchedule as stuck:
+        return tuple(f"{line}: these wait for each other in a circle" for line in stuck.blocked)
+    return ()
+
+
+def _placement(schedule: Schedule) -> Iterator[str]:
+    if len(schedule.placement) != schedule.stages:
+        yield f"{len(schedule.placement)} placements for {schedule.stages} stages"
+        return
+    for stage, position in enumerate(schedule.placement):
+        if not 0 <= position < schedule.positions:
+            yield f"stage {stage} is placed on position {position}, but there are {schedule.positions} positions"
+            return
+    for position in range(schedule.positions):
+        if not schedule.stages_at(position):
+            yield f"position {position} has no stage"
+    family = SCHEDULES.get(schedule.name) or PLANNED.get(schedule.name)
+    if family is None or family.placement == "free":
+        return
+    kind = "V" if family.placement == "v" else "loop"
+    wanted = v_placement(schedule.positions) if kind == "V" else loop_placement(schedule.positions, schedule.stages // schedule.positions)
+    if schedule.placement != wanted:
+        yield f"{schedule.name} needs {kind} placement: stages on positions {_list(wanted)}, not {_list(schedule.placement)}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _where(position: int, index: int, o: Operation) -> str:
+    return f"position {position}, action {index}: {o.op.value} of stage {o.stage}, microbatch {o.microbatch}"
+
+
+def _owners(schedule: Schedule) -> Iterator[str]:
+    for position, row in enumerate(schedule.rows):
+        for index, o in enumerate(row):
+            if not 0 <= o.stage < schedule.stages:
+                yield f"{_where(position, index, o)}: stages are 0 to {schedule.stages - 1}"
+            elif not 0 <= o.microbatch < schedule.microbatches:
+                yield f"{_where(position, index, o)}: microbatches are 0 to {schedule.microbatches - 1}"
+            elif schedule.placement[o.stage] != position:
+                yield f"{_where(position, index, o)}: stage {o.stage} lives on position {schedule.placement[o.stage]}"
+
+
+def _coverage(schedule: Schedule) -> Iterator[str]:
+    seen: dict[tuple[Op, int, int], tuple[int, int]] = {}
+    for position, row in enumerate(schedule.rows):
+        for index, o in enumerate(row):
+            first = seen.setdefault((o.op, o.stage, o.microbatch), (position, index))
+            if first != (position, index):
+                yield f"{_where(position, index, o)} a second time, first at position {first[0]}, action {first[1]}"
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            yield from _complete(schedule.placement[stage], stage, microbatch, seen)
+
+
+def _complete(position: int, stage: int, microbatch: int, seen: dict[tuple[Op, int, int], tuple[int, int]]) -> Iterator[str]:
+    has = {op: seen.get((op, stage, microbatch)) for op in Op}
+    what = f"stage {stage}, microbatch {microbatch}"
+    if has[Op.FORWARD] is None:
+        yield f"position {position}: no F of {what}"
+    whole, gradient, weight = has[Op.BACKWARD], has[Op.BACKWARD_INPUT], has[Op.BACKWARD_WEIGHT]
+    if whole is None and gradient is None and weight is None:
+        yield f"position {position}: no backward of {what}, neither B nor I and W"
+    elif whole is not None:
+        for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+            at = has[op]
+            if at is not None:
+                yield f"{_where(*at, Operation(op, stage, microbatch))} beside B at position {whole[0]}, action {whole[1]}: whole or split, not both"
+    elif weight is None and gradient is not None:
+        yield f"{_where(*gradient, Operation(Op.BACKWARD_INPUT, stage, microbatch))} without a W"
+    elif gradient is None and weight is not None:
+        yield f"{_where(*weight, Operation(Op.BACKWARD_WEIGHT, stage, microbatch))} without an I"
+
+
+def _order(schedule: Schedule) -> Iterator[str]:
+    """Operations of one stage and microbatch that come before what they need. One that is missing altogether is told by `_coverage`."""
+    present = {(o.op, o.stage, o.microbatch) for row in schedule.rows for o in row}
+    for position, row in enumerate(schedule.rows):
+        done: set[tuple[Op, int, int]] = set()
+        for index, o in enumerate(row):
+            done.add((o.op, o.stage, o.microbatch))
+            if o.op is Op.FORWARD:
+                continue
+            first = Op.BACKWARD_INPUT if o.op is Op.BACKWARD_WEIGHT else Op.FORWARD
+            need = (first, o.stage, o.microbatch)
+            if need in present and need not in done:
+                yield f"{_where(position, index, o)} before its {first.value}"
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """The most activations, in units of one stage and one microbatch, that each position holds at once.
+
+    One is held from its F to the end of its B, or of its W where the backward is split. It depends on the order of the row alone.
+    """
+    return tuple(int(peak) for peak, _ in peak_activations(schedule, (1,) * schedule.stages))
+
+
+def peak_activations(schedule: Schedule, sizes: Sequence[Number]) -> tuple[tuple[Number, int], ...]:
+    """Per position the largest sum of held activations, and the index in the row of the forward that reaches it first (-1 for an empty row).
+
+    `sizes[stage]` is what one microbatch leaves behind on a stage, in any one unit, such as bytes.
+    """
+    peaks = []
+    for row in schedule.rows:
+        held: Number = 0
+        peak: tuple[Number, int] = (0, -1)
+        for index, o in enumerate(row):
+            if o.op is Op.FORWARD:
+                held = held + sizes[o.stage]
+                if held > peak[0]:
+                    peak = (held, index)
+            elif o.op is not Op.BACKWARD_INPUT:
+                held = held - sizes[o.stage]
+        peaks.append(peak)
+    return tuple(peaks)

@@ -21,6 +21,7 @@ __all__ = [
     "Op",
     "Operation",
     "Receive",
+    "Row",
     "Rows",
     "Schedule",
     "ScheduleError",
@@ -133,7 +134,10 @@ class Receive:
 
 
 Item: TypeAlias = Operation | Send | Receive
-Rows: TypeAlias = tuple[tuple[Item, ...], ...]
+Row: TypeAlias = tuple[Item, ...]
+"""What one position does, in order: computations, sends and receives."""
+
+Rows: TypeAlias = tuple[Row, ...]
 """One row of items per position."""
 
 

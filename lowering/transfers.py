@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from pdsl.lowering.deadlock import Semantics, find_deadlock
-from pdsl.lowering.schedule import Item, Number, Op, Operation, Receive, Rows, Schedule, Send, Transfer
+from pdsl.lowering.schedule import Item, Number, Op, Operation, Receive, Row, Rows, Schedule, Send, Transfer
 from pdsl.lowering.simulate import Timeline
 
-__all__ = ["Item", "Receive", "Rows", "Semantics", "Send", "Transfer", "find_deadlock", "transfer_after", "transfer_order"]
+__all__ = ["Item", "Receive", "Row", "Rows", "Semantics", "Send", "Transfer", "find_deadlock", "transfer_after", "transfer_order"]
 
 
 def transfer_after(schedule: Schedule, operation: Operation) -> Transfer | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pdsl.lowering.schedule import Number, Op, Operation, Schedule, loop_placement, v_placement
-from pdsl.lowering.schedules import PLANNED, SCHEDULES
+from pdsl.lowering.schedules import FAMILIES
 from pdsl.lowering.simulate import StageCosts, StuckSchedule, simulate
 
 __all__ = ["check_schedule", "peak_activations", "peak_in_flight"]
@@ -44,7 +44,7 @@ def _placement(schedule: Schedule) -> Iterator[str]:
     for position in range(schedule.positions):
         if not schedule.stages_at(position):
             yield f"position {position} has no stage"
-    family = SCHEDULES.get(schedule.name) or PLANNED.get(schedule.name)
+    family = FAMILIES.get(schedule.name)
     if family is None or family.placement == "free":
         return
     kind = "V" if family.placement == "v" else "loop"

@@ -16,6 +16,7 @@ from attrs import frozen
 from pdsl.lowering.schedule import Op, Operation, Schedule, ScheduleError, loop_placement, repeat
 
 __all__ = [
+    "FAMILIES",
     "PLANNED",
     "SCHEDULES",
     "PlannedFamily",
@@ -310,3 +311,6 @@ PLANNED: Mapping[str, PlannedFamily] = MappingProxyType(
     }
 )
 """The families to come, so that a checker can say so instead of calling them unknown."""
+
+FAMILIES: Mapping[str, ScheduleFamily | PlannedFamily] = MappingProxyType({**SCHEDULES, **PLANNED})
+"""All schedules that the language knows."""

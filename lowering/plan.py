@@ -1,0 +1,203 @@
+"""The Plan: who holds what and who does what. Pure data, hashed, equal by value.
+
+A plan is heterogeneous from the start: pipelines may differ in length, cut and count of microbatches. A rectangular mesh is the case in
+which all of them use one template. An *island* is the tuple of ranks that run one position of a pipeline, ordered by (shard, tensor)
+coordinate, tensor innermost; all islands of a plan have the same shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+
+from attrs import field, frozen
+
+from pdsl.lowering.facts import ModelFacts
+from pdsl.lowering.schedule import Schedule
+from pdsl.lowering.spec import CallValue, Value
+
+__all__ = ["PLAN_VERSION", "Coordinate", "Job", "MeshAxis", "ParameterLayout", "Pipeline", "Plan", "StageCut", "Template"]
+
+PLAN_VERSION = 1
+
+
+@frozen
+class MeshAxis:
+    """One axis with its final size and its role: `pipeline`, `replica`, `shard` or `tensor`."""
+
+    name: str
+    size: int
+    role: str
+
+
+@frozen
+class ParameterLayout:
+    """How one parameter lies on an island. `sharded`: split over the shard coordinate (dim 0, uneven allowed). `tensor_dim`: the dim that is
+    split over the tensor coordinate, or None. `style` is what the rule said, in words of the language; `line` the line that decided (0 if none).
+    """
+
+    name: str
+    sharded: bool
+    tensor_dim: int | None
+    style: str
+    line: int
+
+
+@frozen
+class StageCut:
+    """Layers [start, stop) of the chain, run by the island at `position`."""
+
+    start: int
+    stop: int
+    position: int
+
+
+@frozen
+class Template:
+    """A cut of the layers into stages and the schedule that runs them; it names no rank."""
+
+    stages: tuple[StageCut, ...]
+    schedule: Schedule
+
+    @property
+    def positions(self) -> int:
+        return self.schedule.positions
+
+
+@frozen
+class Pipeline:
+    """One whole copy of the model: a template, its islands by position, and the global ids of its microbatches in local order."""
+
+    template: int
+    islands: tuple[tuple[int, ...], ...]
+    microbatches: tuple[int, ...]
+
+
+@frozen
+class Coordinate:
+    """Where a rank stands: pipeline, position in it, shard and tensor coordinate in its island."""
+
+    pipeline: int
+    position: int
+    shard: int
+    tensor: int
+
+
+@frozen
+class Job:
+    """What is trained, apart from how it is laid out. `directory` is where user modules are imported from."""
+
+    factory: str
+    arguments: tuple[tuple[str, Value], ...]
+    data: CallValue | None
+    batch: int
+    steps: int
+    accumulate: int
+    optimizer: CallValue
+    rate: CallValue
+    clip: float | None
+    loss: CallValue
+    objective: str
+    last: str
+    seed: int
+    directory: str = field(default=".", eq=False)
+
+
+@frozen(slots=False)
+class Plan:
+    """All pipelines, layouts and microbatches of one generation.
+
+    `microbatches` is their count over all pipelines in one step; each has `batch / microbatches` samples, of which every shard coordinate
+    takes an equal part. `frozen_layers` is the length of the frozen prefix. `pending` names what the spec asks for and this version does not execute.
+    """
+
+    name: str
+    axes: tuple[MeshAxis, ...]
+    shard_size: int
+    tensor_size: int
+    ranks_per_node: int
+    device: str
+    facts: ModelFacts
+    layouts: tuple[ParameterLayout, ...]
+    templates: tuple[Template, ...]
+    pipelines: tuple[Pipeline, ...]
+    job: Job
+    reshard: bool = False
+    frozen_layers: int = 0
+    generation: int = 0
+    pending: tuple[str, ...] = ()
+    version: int = PLAN_VERSION
+
+    @cached_property
+    def world_size(self) -> int:
+        return sum(len(island) for p in self.pipelines for island in p.islands)
+
+    @cached_property
+    def microbatches(self) -> int:
+        return sum(len(p.microbatches) for p in self.pipelines)
+
+    @property
+    def rows_per_microbatch(self) -> int:
+        """Samples of one microbatch, over all shard coordinates."""
+        return self.job.batch // self.microbatches
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Samples of one microbatch on one shard coordinate."""
+        return self.rows_per_microbatch // self.shard_size
+
+    @cached_property
+    def _coordinates(self) -> dict[int, Coordinate]:
+        return {
+            rank: Coordinate(p, position, i // self.tensor_size, i % self.tensor_size)
+            for p, pipeline in enumerate(self.pipelines)
+            for position, island in enumerate(pipeline.islands)
+            for i, rank in enumerate(island)
+        }
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where a rank stands. Raises KeyError for a rank outside the plan."""
+        return self._coordinates[rank]
+
+    def island(self, rank: int) -> tuple[int, ...]:
+        at = self.coordinate(rank)
+        return self.pipelines[at.pipeline].islands[at.position]
+
+    def node(self, rank: int) -> int:
+        """The node a rank lives on: ranks are numbered node by node."""
+        return rank // self.ranks_per_node
+
+    def template(self, pipeline: int) -> Template:
+        return self.templates[self.pipelines[pipeline].template]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Indices of the stages that a rank runs, in order."""
+        at = self.coordinate(rank)
+        return tuple(i for i, s in enumerate(self.template(at.pipeline).stages) if s.position == at.position)
+
+    def layout(self, parameter: str) -> ParameterLayout:
+        return self._layouts[parameter]
+
+    @cached_property
+    def _layouts(self) -> dict[str, ParameterLayout]:
+        return {layout.name: layout for layout in self.layouts}
+
+    def to_json(self) -> str:
+        """A stable JSON text: same plan, same bytes, on every machine."""
+        from pdsl.lowering.serial import dump
+
+        return dump(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote. Raises ValueError on another version or a malformed text."""
+        from pdsl.lowering.serial import load
+
+        return load(text, cls)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the JSON form without the directory, in hex."""
+        from pdsl.lowering.serial import dump_for_hash
+
+        return hashlib.sha256(dump_for_hash(self).encode()).hexdigest()

@@ -1,0 +1,255 @@
+"""Spec and facts to Plan: layouts, cuts, templates, pipelines. Each step is a named pass, so that `pdsl plan --print-after` can show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from attrs import evolve, frozen
+
+from pdsl.grammar.errors import PlanError
+from pdsl.lowering.cuts import LayerCost, cut
+from pdsl.lowering.facts import ModelFacts
+from pdsl.lowering.layouts import parameter_layouts
+from pdsl.lowering.mesh import Mesh
+from pdsl.lowering.plan import Job, MeshAxis, ParameterLayout, Pipeline, Plan, StageCut, Template
+from pdsl.lowering.schedule import Schedule
+from pdsl.lowering.schedules import SCHEDULES, single
+from pdsl.lowering.simulate import StageCosts, simulate
+from pdsl.lowering.spec import Spec, StageSpec
+
+__all__ = ["PASSES", "layer_costs", "plan"]
+
+
+@frozen
+class _Draft:
+    """What the passes have found so far."""
+
+    spec: Spec
+    facts: ModelFacts
+    mesh: Mesh
+    lengths: tuple[tuple[int, int], ...]  # (positions, microbatches of one round) of every pipeline
+    layouts: tuple[ParameterLayout, ...] = ()
+    templates: tuple[Template, ...] = ()
+    pipelines: tuple[Pipeline, ...] = ()
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the schedule that make one step."""
+        return self.spec.train.accumulate if self.spec.train is not None else 1
+
+
+def plan(
+    spec: Spec,
+    facts: ModelFacts,
+    mesh: Mesh,
+    *,
+    pipelines: Sequence[tuple[int, int]] | None = None,
+    print_after: Callable[[str, object], None] | None = None,
+) -> Plan:
+    """The plan of a checked spec.
+
+    `pipelines` asks for pipelines of unequal length: one (stages, microbatches) pair each, in place of the replica and pipeline axes of the
+    mesh. `print_after` is called with the name and the result of every pass. Raises PlanError if no plan exists.
+    """
+    lengths = tuple(pipelines) if pipelines is not None else _rectangular(spec, mesh)
+    draft = _Draft(spec, facts, mesh, lengths)
+    for name, step in _STEPS:
+        draft = step(draft)
+        if print_after is not None:
+            print_after(name, getattr(draft, name))
+    return _finish(draft)
+
+
+def _rectangular(spec: Spec, mesh: Mesh) -> tuple[tuple[int, int], ...]:
+    microbatches = spec.pipeline.microbatches if spec.pipeline is not None else 1
+    return ((mesh.positions, microbatches),) * mesh.pipelines
+
+
+# --- passes ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _layouts_pass(draft: _Draft) -> _Draft:
+    mesh = draft.mesh
+    layouts = parameter_layouts(draft.facts, draft.spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size)
+    return evolve(draft, layouts=layouts)
+
+
+# --- templates ------------------------------------------------------------------------------------------------------------------------
+
+
+def _templates_pass(draft: _Draft) -> _Draft:
+    unique = dict.fromkeys(draft.lengths)
+    return evolve(draft, templates=tuple(_template(draft, positions, microbatches) for positions, microbatches in unique))
+
+
+def _template(draft: _Draft, positions: int, microbatches: int) -> Template:
+    schedule = _schedule(draft, positions, microbatches)
+    bounds = _explicit_cut(draft, schedule.stages) or _balanced_cut(draft, schedule)
+    return Template(tuple(StageCut(a, b, at) for (a, b), at in zip(bounds, schedule.placement, strict=True)), schedule)
+
+
+def _schedule(draft: _Draft, positions: int, microbatches: int) -> Schedule:
+    pipeline, rounds = draft.spec.pipeline, draft.rounds
+    if positions == 1 and (pipeline is None or pipeline.virtual == 1):
+        return single(microbatches * rounds)
+    if pipeline is None:
+        raise PlanError(f"pipelines of {positions} stages need a `pipeline over AXIS` block that names their schedule")
+    family = SCHEDULES[pipeline.schedule.name]
+    reason = family.accepts(positions, microbatches, pipeline.virtual)
+    if reason is not None:
+        raise PlanError(f"{family.name} cannot run {microbatches} microbatches on {positions} positions: {reason}")
+    return family.accumulate(positions, microbatches, pipeline.virtual, rounds)
+
+
+def _explicit_cut(draft: _Draft, stages: int) -> tuple[tuple[int, int], ...] | None:
+    pipeline = draft.spec.pipeline
+    if pipeline is None or not pipeline.stages:
+        return None
+    if len(pipeline.stages) != stages:
+        raise PlanError(f"the spec lists {len(pipeline.stages)} stages where {stages} are needed")
+    layers = draft.facts.layers
+    owner = [_stage_naming(pipeline.stages, layer.modules) for layer in layers]
+    for i, at in enumerate(owner):  # a layer without modules of its own goes with its neighbour
+        if at < 0:
+            owner[i] = owner[i - 1] if i > 0 else next((o for o in owner if o >= 0), 0)
+    bounds = []
+    for stage in range(stages):
+        mine = [i for i, at in enumerate(owner) if at == stage]
+        if not mine:
+            raise PlanError(f'stage "{pipeline.stages[stage].name}" holds no layer')
+        bounds.append((mine[0], mine[-1] + 1))
+    return tuple(bounds)
+
+
+def _stage_naming(stages: tuple[StageSpec, ...], modules: tuple[str, ...]) -> int:
+    """Index of the stage whose patterns cover the first of the modules; -1 if there are none."""
+    if not modules:
+        return -1
+    return next((i for i, s in enumerate(stages) if any(p.covers_module(modules[0]) for p in s.modules)), -1)
+
+
+def layer_costs(facts: ModelFacts) -> tuple[LayerCost, ...]:
+    """Modelled cost of each layer per sample: FLOPs of the forward, twice that for the backward; memory in bytes of its parameters."""
+    sizes = {p.name: p.bytes for p in facts.parameters}
+    return tuple(LayerCost(layer.flops, 2 * layer.flops, sum(sizes[n] for n in layer.parameters)) for layer in facts.layers)
+
+
+def _balanced_cut(draft: _Draft, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    layers = draft.facts.layers
+    if schedule.stages == 1:
+        return ((0, len(layers)),)
+
+    def step_time(bounds: tuple[tuple[int, int], ...]) -> object:
+        forward = tuple(max(1, sum(layer.flops for layer in layers[a:b])) for a, b in bounds)
+        return simulate(schedule, StageCosts(forward, forward, forward)).makespan
+
+    allowed = tuple(not layer.cut_before for layer in layers)
+    try:
+        return cut(layer_costs(draft.facts), schedule.stages, allowed=allowed, score=step_time)
+    except ValueError as error:
+        reasons = "; ".join(f"{layer.name}: {layer.cut_before}" for layer in layers[1:] if layer.cut_before)
+        raise PlanError(f"{error}" + (f" (no stage may begin at {reasons})" if reasons else "")) from None
+
+
+# --- pipelines ------------------------------------------------------------------------------------------------------------------------
+
+
+def _pipelines_pass(draft: _Draft) -> _Draft:
+    order = list(dict.fromkeys(draft.lengths))
+    islands = _islands(draft)
+    made, first = [], 0
+    for index, (positions, microbatches) in enumerate(draft.lengths):
+        count = microbatches * draft.rounds
+        made.append(Pipeline(order.index((positions, microbatches)), islands[index], tuple(range(first, first + count))))
+        first += count
+    return evolve(draft, pipelines=tuple(made))
+
+
+def _islands(draft: _Draft) -> list[tuple[tuple[int, ...], ...]]:
+    mesh = draft.mesh
+    if draft.lengths == _rectangular(draft.spec, mesh):
+        return [tuple(mesh.islands(p, position) for position in range(mesh.positions)) for p in range(mesh.pipelines)]
+    size, first, found = mesh.shard_size * mesh.tensor_size, 0, []
+    for positions, _ in draft.lengths:
+        starts = range(first, first + positions * size, size)
+        found.append(tuple(tuple(range(a, a + size)) for a in starts))
+        first += positions * size
+    return found
+
+
+_STEPS: tuple[tuple[str, Callable[[_Draft], _Draft]], ...] = (
+    ("layouts", _layouts_pass),
+    ("templates", _templates_pass),
+    ("pipelines", _pipelines_pass),
+)
+PASSES = tuple(name for name, _ in _STEPS)
+
+
+def _finish(draft: _Draft) -> Plan:
+    spec, mesh = draft.spec, draft.mesh
+    made = Plan(
+        name=spec.name,
+        axes=tuple(MeshAxis(a.name, a.size, a.role) for a in mesh.axes),
+        shard_size=mesh.shard_size,
+        tensor_size=mesh.tensor_size,
+        ranks_per_node=spec.cluster.ranks_per_node or mesh.shard_size * mesh.tensor_size,
+        device=spec.cluster.device,
+        facts=draft.facts,
+        layouts=draft.layouts,
+        templates=draft.templates,
+        pipelines=draft.pipelines,
+        job=_job(spec),
+        reshard=spec.pipeline is None,
+        pending=_pending(spec),
+    )
+    _check_batch(made)
+    return made
+
+
+def _job(spec: Spec) -> Job:
+    model = spec.model
+    if model is None:
+        raise PlanError("the spec names no model; nothing can be planned")
+    train = spec.train
+    if train is None:
+        raise PlanError("the spec has no `train` block; the batch decides the plan")
+    return Job(
+        factory=model.factory,
+        arguments=model.arguments,
+        data=train.data,
+        batch=train.batch,
+        steps=train.steps,
+        accumulate=train.accumulate,
+        optimizer=train.optimizer,
+        rate=train.rate,
+        clip=float(train.clip) if train.clip is not None else None,
+        loss=train.loss,
+        objective=train.objective,
+        last=train.last,
+        seed=train.seed,
+        directory=spec.directory,
+    )
+
+
+def _pending(spec: Spec) -> tuple[str, ...]:
+    """What the spec asks for that is planned around but not executed."""
+    found = []
+    if spec.fault_budget is not None and spec.fault_budget.lose > 0:
+        found.append(
+            f"fault_budget: losing {spec.fault_budget.lose} {spec.fault_budget.unit} is not survived yet; a lost rank ends the run"
+        )
+    if spec.freeze is not None:
+        found.append("freeze: no layer is frozen yet")
+    if spec.checkpoint is not None:
+        found.append("checkpoint: nothing is saved yet")
+    return tuple(found)
+
+
+def _check_batch(made: Plan) -> None:
+    parts = made.microbatches * made.shard_size
+    if made.job.batch % parts:
+        raise PlanError(
+            f"a batch of {made.job.batch} samples cannot be divided into {made.microbatches} microbatches over {made.shard_size} shard ranks: "
+            f"{made.job.batch} % {parts} = {made.job.batch % parts}; {made.job.batch - made.job.batch % parts} or "
+            f"{made.job.batch + parts - made.job.batch % parts} would do"
+        )

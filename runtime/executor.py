@@ -1,0 +1,224 @@
+"""The executor: one rank's program for one step.
+
+It knows nothing of neighbours, ranks or schedules; it does what the actions say, in their order. Transfers are posted when the program names
+them and waited for where their data is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+
+from pdsl.grammar.errors import RunError
+from pdsl.lowering.facts import BoundaryTensor
+from pdsl.lowering.plan import Plan
+from pdsl.lowering.program import Action, ActionKind, Program
+from pdsl.runtime.gradients import Reducer
+from pdsl.runtime.groups import Groups
+from pdsl.runtime.objective import Objective
+from pdsl.runtime.shard import Units
+
+__all__ = ["Executor", "StageCall", "StepSums"]
+
+_Key = tuple[int, int]  # (stage, microbatch)
+
+
+class StageCall(Protocol):
+    """Runs one stage: (stage, received tensors, rows of the microbatch) -> tensors for the next stage, or the model's output."""
+
+    def __call__(self, stage: int, received: tuple[torch.Tensor, ...], batch: Mapping[str, torch.Tensor]) -> Any: ...
+
+
+@define
+class StepSums:
+    """What a rank adds up over the microbatches whose loss it computed."""
+
+    loss: float = 0.0
+    tokens: int = 0
+
+
+@define
+class _InFlight:
+    """What a backward needs of its forward."""
+
+    received: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]  # the loss alone on the last stage
+
+
+@define
+class Executor:
+    """Holds what one rank needs to run its program; `step` runs it once."""
+
+    plan: Plan
+    program: Program
+    groups: Groups
+    call: StageCall
+    objective: Objective
+    reducer: Reducer
+    units: Units | None
+    before_forward: Callable[[int, int], None] | None = None
+    _inputs: dict[int, tuple[BoundaryTensor, ...]] = field(init=False)
+    _last_backward: frozenset[int] = field(init=False)
+    _own_stages: tuple[int, ...] = field(init=False)
+    _posted: dict[tuple[ActionKind, int, int], tuple[list[dist.Work], tuple[torch.Tensor, ...]]] = field(factory=dict, init=False)
+    _sends: list[tuple[dist.Work, torch.Tensor]] = field(factory=list, init=False)
+    _flying: dict[_Key, _InFlight] = field(factory=dict, init=False)
+    _handed: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, ...]] = field(factory=dict, init=False)
+    _ready: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, ...]] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        rank, facts = self.program.rank, self.plan.facts
+        stages = self.plan.template(self.plan.coordinate(rank).pipeline).stages
+        self._own_stages = self.plan.stages_of(rank)
+        self._inputs = {i: facts.layers[s.start].inputs if i else () for i, s in enumerate(stages)}
+        self._last_backward = frozenset({a.stage: i for i, a in enumerate(self.program.actions) if a.kind is ActionKind.BACKWARD}.values())
+
+    def step(self, microbatches: Mapping[int, Mapping[str, torch.Tensor]]) -> StepSums:
+        """Run every action but STEP. `microbatches` are this rank's rows by global microbatch id."""
+        sums = StepSums()
+        self.reducer.begin_step()
+        if self.units is not None:
+            self.units.begin_step()
+        for index, action in enumerate(self.program.actions):
+            match action.kind:
+                case ActionKind.FORWARD:
+                    self._forward(action, microbatches[action.microbatch], sums)
+                case ActionKind.BACKWARD:
+                    if index in self._last_backward:
+                        self.reducer.begin_last_backward(action.stage)
+                    self._backward(action)
+                case ActionKind.SEND_ACTIVATION | ActionKind.SEND_GRADIENT:
+                    self._send(action)
+                case ActionKind.RECEIVE_ACTIVATION | ActionKind.RECEIVE_GRADIENT:
+                    self._receive(action)
+                case ActionKind.UNSHARD:
+                    self._units.unshard(action.stage)
+                case ActionKind.RESHARD:
+                    self._units.begin_last_backward(action.stage)
+                case ActionKind.REDUCE:
+                    self.reducer.issue(action.bucket)
+                case ActionKind.STEP:
+                    break
+                case _:
+                    raise RunError(f"this version does not execute {action.kind.name.lower().replace('_', ' ')} actions")
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+        return sums
+
+    @property
+    def _units(self) -> Units:
+        if self.units is None:
+            raise RunError("the program shards units that this rank does not have")
+        return self.units
+
+    # --- computing --------------------------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, batch: Mapping[str, torch.Tensor], sums: StepSums) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        received = self._take(ActionKind.RECEIVE_ACTIVATION, stage, microbatch)
+        for tensor, facts in zip(received, self._inputs[stage], strict=True):
+            tensor.requires_grad_(facts.differentiable)
+        if self.before_forward is not None:
+            self.before_forward(stage, microbatch)
+        output = self.call(stage, received, batch)
+        if stage + 1 == len(self._inputs):
+            rows = next(iter(batch.values())).shape[0]
+            weighted = self.objective(output, batch, rows, self.plan.job.batch)
+            sums.loss += float(weighted.loss.detach())
+            sums.tokens += weighted.count
+            self._flying[stage, microbatch] = _InFlight(received, (weighted.loss,))
+            return
+        outputs = self._checked(output, stage + 1, microbatch)
+        self._flying[stage, microbatch] = _InFlight(received, outputs)
+        self._hand_on(
+            ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_ACTIVATION, stage, stage + 1, microbatch, tuple(t.detach() for t in outputs)
+        )
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        flying = self._flying.pop((stage, microbatch))
+        if stage + 1 == len(self._inputs):
+            if flying.outputs[0].requires_grad:
+                flying.outputs[0].backward()
+        else:
+            grads = self._take(ActionKind.RECEIVE_GRADIENT, stage, microbatch)
+            outputs = tuple(t for t, f in zip(flying.outputs, self._inputs[stage + 1], strict=True) if f.differentiable)
+            pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        if stage == 0:
+            return
+        wanted = tuple(t for t, f in zip(flying.received, self._inputs[stage], strict=True) if f.differentiable)
+        gradients = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in wanted)
+        self._hand_on(ActionKind.SEND_GRADIENT, ActionKind.RECEIVE_GRADIENT, stage, stage - 1, microbatch, gradients)
+
+    def _checked(self, output: Any, stage: int, microbatch: int) -> tuple[torch.Tensor, ...]:
+        """The outputs for a stage, of the shapes that its peer expects: a wrong size would kill the process on the wire."""
+        expected = self._inputs[stage]
+        outputs = tuple(output)
+        if len(outputs) != len(expected):
+            raise RunError(f"stage {stage - 1} gave {len(outputs)} tensors where stage {stage} takes {len(expected)}")
+        for i, (tensor, facts) in enumerate(zip(outputs, expected, strict=True)):
+            shape, dtype = facts.shape(self.plan.rows_per_rank), getattr(torch, facts.dtype)
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise RunError(
+                    f"microbatch {microbatch}: tensor {i} from stage {stage - 1} to stage {stage} is {tuple(tensor.shape)} {tensor.dtype}, "
+                    f"the plan says {shape} {dtype}; all microbatches must have the shapes that the model was probed with"
+                )
+        return outputs
+
+    # --- transfers --------------------------------------------------------------------------------------------------------------------
+
+    def _hand_on(
+        self, send: ActionKind, receive: ActionKind, stage: int, to: int, microbatch: int, tensors: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Keep tensors for the send that the program names later, or give them to a stage of this rank."""
+        if to in self._own_stages:
+            self._handed[receive, to, microbatch] = tensors
+            return
+        self._ready[send, stage, microbatch] = tensors
+
+    def _take(self, kind: ActionKind, stage: int, microbatch: int) -> tuple[torch.Tensor, ...]:
+        key = (kind, stage, microbatch)
+        if key in self._handed:
+            return self._handed.pop(key)
+        if key not in self._posted:
+            return ()
+        works, tensors = self._posted.pop(key)
+        for work in works:
+            work.wait()
+        return tensors
+
+    def _send(self, action: Action) -> None:
+        group = self.groups.transfers
+        assert group is not None
+        tensors = self._ready.pop((action.kind, action.stage, action.microbatch))
+        activation = action.kind is ActionKind.SEND_ACTIVATION
+        boundary = action.stage + 1 if activation else action.stage
+        # what has left need not be kept until the end of the step
+        self._sends = [entry for entry in self._sends if not entry[0].is_completed()]
+        for i, tensor in enumerate(tensors):
+            whole = tensor.contiguous()
+            work = group.send(whole, action.peer, self._tag(boundary, action.microbatch, activation, i))
+            self._sends.append((work, whole))
+
+    def _receive(self, action: Action) -> None:
+        group = self.groups.transfers
+        assert group is not None
+        activation = action.kind is ActionKind.RECEIVE_ACTIVATION
+        boundary = action.stage if activation else action.stage + 1
+        works, tensors = [], []
+        for i, facts in enumerate(f for f in self._inputs[boundary] if activation or f.differentiable):
+            tensor = torch.empty(facts.shape(self.plan.rows_per_rank), dtype=getattr(torch, facts.dtype), device=self.groups.device)
+            works.append(group.receive(tensor, action.peer, self._tag(boundary, action.microbatch, activation, i)))
+            tensors.append(tensor)
+        self._posted[action.kind, action.stage, action.microbatch] = (works, tuple(tensors))
+
+    def _tag(self, boundary: int, microbatch: int, activation: bool, index: int) -> int:
+        """A tag that no other message of the step has."""
+        return ((microbatch * len(self._inputs) + boundary) * 2 + activation) * 16 + index

@@ -1,0 +1,140 @@
+"""Gradients across islands: sums over the ranks that hold the same box, started while the backward pass still runs; the global norm.
+
+torch calls a hook when a gradient is final: autograd's own for a plain parameter, FSDP2's after its reduce-scatter for a sharded one. A bucket
+whose last gradient arrives is sent off at once; the program's REDUCE action sends off what has not gone by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pdsl.lowering.ownership import holders, owned_parameters
+from pdsl.lowering.plan import Plan
+from pdsl.lowering.program import Bucket, Program
+from pdsl.runtime.groups import Groups
+
+__all__ = ["Reducer", "local_tensor"]
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that lies on this rank."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _final_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The local gradient of a parameter, in the placement of the parameter: tensor parallel may leave partial sums behind."""
+    grad = parameter.grad
+    if grad is None:
+        return None
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)
+    return local_tensor(grad)
+
+
+class Reducer:
+    """Sums of gradients for one rank.
+
+    `parameters` are the owned trainable parameters by name, after sharding. Per step: `begin_step`, `begin_last_backward` per stage, `issue` per
+    REDUCE action, then `finish`, which gives the summed local gradients.
+    """
+
+    def __init__(self, plan: Plan, program: Program, parameters: Mapping[str, nn.Parameter], groups: Groups) -> None:
+        self._parameters = dict(parameters)
+        self._buckets = program.buckets
+        self._groups = groups
+        self._bucket_of = {name: i for i, b in enumerate(self._buckets) for name in b.parameters}
+        self._flat = [self._make_flat(b) for b in self._buckets]
+        self._stages_left: list[set[int]] = []
+        self._waiting: list[set[str]] = []
+        self._works: dict[int, dist.Work | None] = {}
+        facts = {p.name: p for p in owned_parameters(plan, program.rank)}
+        self._counted = tuple(n for n in self._parameters if holders(plan, facts[n], program.rank)[0] == program.rank)
+        for name in self._bucket_of:
+            self._parameters[name].register_post_accumulate_grad_hook(self._hook(name))
+
+    def _make_flat(self, bucket: Bucket) -> torch.Tensor:
+        parts = [local_tensor(self._parameters[n].data) for n in bucket.parameters]
+        return torch.zeros(sum(t.numel() for t in parts), dtype=parts[0].dtype, device=parts[0].device)
+
+    def begin_step(self) -> None:
+        self._works.clear()
+        self._stages_left = [set(b.stages) for b in self._buckets]
+        self._waiting = [set(b.parameters) for b in self._buckets]
+
+    def begin_last_backward(self, stage: int) -> None:
+        """The next backward of this stage makes its gradients final."""
+        for left in self._stages_left:
+            left.discard(stage)
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        bucket = self._bucket_of[name]
+
+        def arrived(_: torch.Tensor) -> None:
+            if self._stages_left[bucket]:
+                return
+            self._waiting[bucket].discard(name)
+            if not self._waiting[bucket]:
+                self._start_complete(self._buckets[bucket].ranks)
+
+        return arrived
+
+    def issue(self, index: int) -> None:
+        """The program's REDUCE: start the sum of a bucket now, whatever has arrived; a parameter without gradient counts as zero."""
+        self._waiting[index].clear()
+        self._start_complete(self._buckets[index].ranks)
+
+    def _start_complete(self, ranks: tuple[int, ...]) -> None:
+        """Start what is complete over these ranks, in the order of the program: collectives of one group must start in one order on all."""
+        for index, bucket in enumerate(self._buckets):
+            if bucket.ranks != ranks or index in self._works:
+                continue
+            if self._waiting[index]:
+                return
+            self._start(index)
+
+    @torch.no_grad()
+    def _start(self, index: int) -> None:
+        bucket, flat = self._buckets[index], self._flat[index]
+        offset = 0
+        for name in bucket.parameters:
+            grad = _final_gradient(self._parameters[name])
+            size = local_tensor(self._parameters[name].data).numel()
+            part = flat[offset : offset + size]
+            if grad is None:
+                part.zero_()
+            else:
+                part.copy_(grad.reshape(-1))
+            offset += size
+        self._works[index] = self._groups.summing(bucket.ranks).sum(flat) if flat.numel() else None
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Wait for all sums. Local gradients by name, shaped like the local parameters; a parameter that got none is left out."""
+        found: dict[str, torch.Tensor] = {}
+        for index, bucket in enumerate(self._buckets):
+            work = self._works[index]
+            if work is not None:
+                work.wait()
+            offset = 0
+            for name in bucket.parameters:
+                local = local_tensor(self._parameters[name].data)
+                found[name] = self._flat[index][offset : offset + local.numel()].view(local.shape)
+                offset += local.numel()
+        for name, parameter in self._parameters.items():
+            if name in self._bucket_of:
+                continue
+            grad = _final_gradient(parameter)
+            if grad is not None:
+                found[name] = grad
+        return found
+
+    def squared_norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        """This rank's share of the squared global norm: every box is counted by the first rank that holds it."""
+        mine = [gradients[n] for n in self._counted if n in gradients and gradients[n].numel()]
+        if not mine:
+            return 0.0
+        return float(torch.stack(torch._foreach_norm(mine)).double().square().sum())

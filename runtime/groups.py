@@ -1,0 +1,123 @@
+"""Process groups: the island is torch's WORLD; everything that crosses islands goes over groups that PDSL makes itself.
+
+FSDP2, DTensor and DeviceMesh only ever see the island, so a loss elsewhere touches no module of a survivor. Cross-island groups are made from
+a prefix of the store per generation and can be dropped and made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pdsl.lowering.plan import Plan
+from pdsl.lowering.program import Program
+
+__all__ = ["CrossGroup", "Groups", "device_of"]
+
+
+def device_of(plan: Plan, local_rank: int) -> torch.device:
+    """The device of a rank: its own GPU where the plan asks for GPUs, or may use them and there are enough; else the CPU."""
+    if plan.device == "cpu":
+        return torch.device("cpu")
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = min(plan.world_size, plan.ranks_per_node) if plan.world_size > plan.ranks_per_node else plan.world_size
+    if available >= wanted:
+        return torch.device("cuda", local_rank)
+    if plan.device == "cuda":
+        raise RuntimeError(f"the plan needs {wanted} GPUs on this machine, {available} are visible")
+    return torch.device("cpu")
+
+
+class _Transport(Protocol):
+    """What a backend's process group can do; torch ships no annotations for it."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work: ...
+    def allreduce(self, tensors: list[torch.Tensor]) -> dist.Work: ...
+    def allgather(self, found: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> dist.Work: ...
+
+
+class CrossGroup:
+    """A process group over a few global ranks that is not torch's WORLD. All calls are asynchronous and return a `Work`."""
+
+    def __init__(self, name: str, ranks: Sequence[int], rank: int, store: dist.Store, device: torch.device, timeout: timedelta) -> None:
+        self.ranks = tuple(ranks)
+        self._index = {r: i for i, r in enumerate(self.ranks)}
+        prefix = dist.PrefixStore(name, store)
+        self._group = _transport(prefix, self._index[rank], len(self.ranks), device, timeout)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        return self._group.send([tensor], self._index[peer], tag)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        return self._group.recv([tensor], self._index[peer], tag)
+
+    def sum(self, tensor: torch.Tensor) -> dist.Work:
+        """All-reduce in place."""
+        return self._group.allreduce([tensor])
+
+    def gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same-shaped tensor of every rank, in order of rank; blocks."""
+        found = [torch.empty_like(tensor) for _ in self.ranks]
+        self._group.allgather([found], [tensor]).wait()
+        return tuple(found)
+
+
+def _transport(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> _Transport:
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return cast(_Transport, dist.ProcessGroupNCCL(store, rank, size, options))
+    return cast(_Transport, dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+class Groups:
+    """All groups of one rank in one generation.
+
+    `mesh` is the DeviceMesh of the island with dims `shard` and `tensor`, or None for an island of one rank, which needs no torch WORLD.
+    """
+
+    def __init__(self, plan: Plan, program: Program, store: dist.Store | None, device: torch.device, timeout: timedelta) -> None:
+        self.plan, self.rank, self.device = plan, program.rank, device
+        store = store if store is not None else dist.HashStore()  # one rank meets nobody
+        self._store = dist.PrefixStore(f"generation{plan.generation}", store)
+        self._timeout = timeout
+        self._made: dict[tuple[int, ...], CrossGroup] = {}
+        self.mesh = self._island_mesh()
+        pipeline = plan.coordinate(self.rank).pipeline
+        everyone = tuple(range(plan.world_size))
+        self.control = self._make("control", everyone) if plan.world_size > 1 else None
+        members = tuple(sorted(r for island in plan.pipelines[pipeline].islands for r in island))
+        several = len(plan.pipelines[pipeline].islands) > 1
+        self.transfers = self._make(f"pipeline{pipeline}", members) if several else None
+        for ranks in sorted({bucket.ranks for bucket in program.buckets}):
+            # making a group waits for its members: one order for all ranks, or they wait for each other
+            self._made[ranks] = self._make("sum" + "-".join(map(str, ranks)), ranks)
+
+    def _make(self, name: str, ranks: tuple[int, ...]) -> CrossGroup:
+        return CrossGroup(name, ranks, self.rank, self._store, self.device, self._timeout)
+
+    def summing(self, ranks: tuple[int, ...]) -> CrossGroup:
+        """The group over which gradients held by `ranks` are summed."""
+        return self._made[ranks]
+
+    def _island_mesh(self) -> DeviceMesh | None:
+        plan, island = self.plan, self.plan.island(self.rank)
+        if len(island) == 1:
+            return None
+        store = dist.PrefixStore(f"island{island[0]}", self._store)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=island.index(self.rank), world_size=len(island), timeout=self._timeout)
+        return init_device_mesh(self.device.type, (plan.shard_size, plan.tensor_size), mesh_dim_names=("shard", "tensor"))
+
+    def close(self) -> None:
+        """Drop every group. Sockets close at once, so that peers that still wait see it."""
+        self._made.clear()
+        self.control = self.transfers = None
+        if self.mesh is not None and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""Optimizers on local shards, and learning rates as pure functions of the step.
+
+The optimizers of the language work element by element, so they may run on each rank's boxes alone. They are given plain tensors that share the
+storage of the parameters: DTensor dispatch is paid in the model, not again for every parameter in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from math import cos, pi
+
+import torch
+from torch import nn
+
+from pdsl.grammar.errors import RunError
+from pdsl.lowering.spec import CallValue, Quantity, Value
+from pdsl.runtime.gradients import local_tensor
+
+__all__ = ["LocalOptimizer", "make_optimizer", "rate_at"]
+
+
+def _number(value: Value, default: float) -> float:
+    if isinstance(value, Quantity):
+        return float(value.value)
+    return float(value) if isinstance(value, (int, Fraction)) else default
+
+
+def rate_at(rate: CallValue, step: int, steps: int) -> float:
+    """The factor of the learning rate at a 0-based step: linear warm-up over `warmup` steps, then constant, or a linear or cosine decay to
+    `floor` at the last step.
+    """
+    warmup = int(_number(rate.get("warmup"), 0))
+    floor = _number(rate.get("floor"), 0.0)
+    if step < warmup:
+        return (step + 1) / warmup
+    if rate.name == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    share = 1.0 - done if rate.name == "linear" else 0.5 * (1.0 + cos(pi * done))
+    return floor + (1.0 - floor) * share
+
+
+def make_optimizer(call: CallValue, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer that a call of the language names. Raises RunError for an unknown name."""
+    params = list(parameters)
+    rate = _number(call.get("lr"), 1e-3)
+    decay = _number(call.get("weight_decay"), 0.01 if call.name == "adamw" else 0.0)
+    if call.name == "adamw":
+        betas = call.get("betas")
+        b1, b2 = (_number(b, 0.9) for b in betas) if isinstance(betas, tuple) else (0.9, 0.999)
+        return torch.optim.AdamW(params, lr=rate, betas=(b1, b2), eps=_number(call.get("eps"), 1e-8), weight_decay=decay, fused=True)
+    if call.name == "sgd":
+        momentum = _number(call.get("momentum"), 0.0)
+        nesterov = call.get("nesterov") is True
+        return torch.optim.SGD(params, lr=rate, momentum=momentum, nesterov=nesterov, weight_decay=decay)
+    raise RunError(f"no optimizer {call.name}; adamw and sgd are known")
+
+
+class LocalOptimizer:
+    """One rank's optimizer over the boxes it owns. A rank that owns nothing trainable has an empty one."""
+
+    def __init__(self, call: CallValue, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._locals = {n: nn.Parameter(local_tensor(p.data), requires_grad=True) for n, p in parameters.items()}
+        held = [p for p in self._locals.values() if p.numel()]
+        self._optimizer = make_optimizer(call, held) if held else None
+        self._rates = [g["lr"] for g in self._optimizer.param_groups] if self._optimizer is not None else []
+
+    def step(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
+        """Update with the given local gradients at `factor` times the base rate. A parameter without gradient stays as it is."""
+        if self._optimizer is None:
+            return
+        for name, parameter in self._locals.items():
+            parameter.grad = gradients.get(name)
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        step: Callable[[], object] = self._optimizer.step
+        step()
+        for parameter in self._locals.values():
+            parameter.grad = None
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The local boxes by name; they share the storage of the model's parameters."""
+        return {n: p.data for n, p in self._locals.items()}

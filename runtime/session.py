@@ -1,0 +1,198 @@
+"""A session: one rank of a plan, ready to take steps.
+
+The commit point of a step lies after its last collective (the sums, then one gather of loss, norm and counts) and before the optimizer writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from math import sqrt
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from pdsl.runtime.build import build
+from pdsl.runtime.stage import StageRunner
+from torch import nn
+
+from pdsl.grammar.errors import NotExecuted, RunError
+from pdsl.lowering.ownership import owned_parameters
+from pdsl.lowering.plan import Plan
+from pdsl.lowering.programs import program
+from pdsl.runtime.executor import Executor
+from pdsl.runtime.gradients import Reducer
+from pdsl.runtime.groups import Groups, device_of
+from pdsl.runtime.objective import make_objective
+from pdsl.runtime.optimizer import LocalOptimizer, rate_at
+from pdsl.runtime.rows import Batch, rank_rows, row_hash, split_batch
+from pdsl.runtime.shard import apply_tensor_parallel, shard_layers
+
+__all__ = ["Session", "StepResult", "require_executable"]
+
+_HASH_MASK = (1 << 63) - 1
+
+
+@frozen
+class StepResult:
+    """What every rank knows after a step: the same numbers everywhere.
+
+    `loss` is the loss of the step over the global batch, `grad_norm` the global norm before clipping, `digest` a hash of the sample ids that
+    were consumed (of their places in the batch if the session was given no ids), in hex.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    samples: int
+    seconds: float
+    digest: str
+
+
+class Session:
+    """One rank of a plan. Use it as a context manager; `step` takes the global batch, the same on every rank.
+
+    Raises RunError if the ranks hold different plans, NotExecuted if the plan asks for what this version cannot run.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        store: dist.Store | None,
+        *,
+        local_rank: int | None = None,
+        model: nn.Module | Callable[..., nn.Module] | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        if store is None and plan.world_size > 1:
+            raise RunError(f"a plan of {plan.world_size} ranks needs a store through which they meet")
+        self.plan, self.rank = plan, rank
+        self.device = device_of(plan, rank if local_rank is None else local_rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if store is not None:
+            _agree(plan, rank, store, timeout)
+        self._program = program(plan, rank)
+        owned = owned_parameters(plan, rank)
+        self.model = build(plan, {p.name for p in owned}, self.device, model=model)
+        self.model.train()
+        self.groups = Groups(plan, self._program, store, self.device, timedelta(seconds=timeout))
+        mesh = self.groups.mesh
+        if mesh is not None and plan.tensor_size > 1:
+            apply_tensor_parallel(self.model, plan, rank, mesh)
+        stages = plan.template(plan.coordinate(rank).pipeline).stages
+        runner = StageRunner(self.model, plan.facts, {s: (stages[s].start, stages[s].stop) for s in plan.stages_of(rank)})
+        units = shard_layers(runner, self.model, plan, rank, mesh) if mesh is not None and plan.shard_size > 1 else None
+        named = dict(self.model.named_parameters())
+        self.parameters = {p.name: named[p.name] for p in owned if p.trainable}
+        self._reducer = Reducer(plan, self._program, self.parameters, self.groups)
+        self._optimizer = LocalOptimizer(plan.job.optimizer, self.parameters)
+        self._objective = make_objective(plan.job)
+        self._executor = Executor(plan, self._program, self.groups, runner, self._objective, self._reducer, units)
+        self._places = rank_rows(plan, rank)
+        self.steps_taken = 0
+        self.on_gradients: Callable[[Mapping[str, torch.Tensor]], None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the groups. A closed session takes no more steps."""
+        self.groups.close()
+
+    @property
+    def places(self) -> Mapping[int, range]:
+        """For each microbatch that this rank takes part in (by global id), its places in the global batch."""
+        return self._places
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The boxes of the trainable parameters that this rank owns, by name."""
+        return self._optimizer.weights
+
+    def step(self, batch: Batch, ids: Sequence[int] | None = None) -> StepResult:
+        """One optimizer step on a global batch: a mapping of names to tensors with one row per sample, the same on every rank.
+
+        `ids` are the sample ids of the rows, for the digest. Raises RunError if the batch has another size than the plan's.
+        """
+        for name, tensor in batch.items():
+            if tensor.shape[0] != self.plan.job.batch:
+                raise RunError(f'batch entry "{name}" has {tensor.shape[0]} rows, the plan is made for a batch of {self.plan.job.batch}')
+        rows = {m: split_batch(batch, places) for m, places in self._places.items()}
+        everything = range(self.plan.job.batch) if ids is None else ids
+        return self.step_rows(rows, {m: [everything[i] for i in places] for m, places in self._places.items()})
+
+    def step_rows(self, rows: Mapping[int, Batch], ids: Mapping[int, Sequence[int]]) -> StepResult:
+        """As `step`, with only the rows of this rank, by global microbatch id."""
+        begin = time.perf_counter()
+        on_device = {m: {n: t.to(self.device) for n, t in batch.items()} for m, batch in rows.items()}
+        sums = self._executor.step(on_device)
+        gradients = self._reducer.finish()
+        loss, squared, tokens, digest = self._agree_on_sums(sums.loss, sums.tokens, self._reducer.squared_norm(gradients), ids)
+        over = float(tokens) if self._objective.over_tokens else 1.0
+        if over == 0:
+            raise RunError(f"step {self.steps_taken}: no token of the batch counts; the mean over tokens is undefined")
+        norm = sqrt(squared) / over
+        self._apply(gradients, norm, over)
+        self.steps_taken += 1
+        seconds = time.perf_counter() - begin
+        return StepResult(self.steps_taken - 1, loss / over, norm, self.plan.job.batch, seconds, f"{digest:016x}")
+
+    @torch.no_grad()
+    def _apply(self, gradients: dict[str, torch.Tensor], norm: float, over: float) -> None:
+        job = self.plan.job
+        held = [g for g in gradients.values() if g.numel()]
+        if over != 1.0:
+            torch._foreach_div_(held, over)
+        if self.on_gradients is not None:
+            self.on_gradients(gradients)
+        if job.clip is not None and (factor := job.clip / (norm + 1e-6)) < 1.0:  # the arithmetic of torch's clip_grad_norm_
+            torch._foreach_mul_(held, factor)
+        self._optimizer.step(gradients, rate_at(job.rate, self.steps_taken, job.steps))
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def _agree_on_sums(self, loss: float, tokens: int, squared: float, ids: Mapping[int, Sequence[int]]) -> tuple[float, float, int, int]:
+        """The sums over all ranks, equal to the bit on each: every rank adds the same numbers in the same order."""
+        at = self.plan.coordinate(self.rank)
+        last = self.plan.template(at.pipeline).stages[-1].position
+        counts = at.position == last and at.tensor == 0
+        digest = sum(row_hash(i) for part in ids.values() for i in part) & _HASH_MASK if counts else 0
+        if not counts:
+            loss, tokens = 0.0, 0
+        if self.groups.control is None:
+            return loss, squared, tokens, digest
+        numbers = torch.tensor([loss, squared], dtype=torch.float64).view(torch.int64)
+        mine = torch.cat([numbers, torch.tensor([tokens, digest], dtype=torch.int64)]).to(self.device)
+        everyone = torch.stack(self.groups.control.gather(mine)).cpu()
+        floats = everyone[:, :2].contiguous().view(torch.float64)
+        total = floats.sum(dim=0).tolist()
+        digests = sum(everyone[:, 3].tolist()) & _HASH_MASK
+        return total[0], total[1], int(everyone[:, 2].sum()), digests
+
+
+def _agree(plan: Plan, rank: int, store: dist.Store, timeout: float) -> None:
+    """All ranks hold the same plan, or none starts: the hashes are compared before any group is made."""
+    key = f"plan{plan.generation}/"
+    store.set(f"{key}{rank}", plan.hash)
+    keys = [f"{key}{r}" for r in range(plan.world_size)]
+    store.wait(keys, timedelta(seconds=timeout))
+    others = {r: store.get(k).decode() for r, k in enumerate(keys)}
+    different = [r for r, h in others.items() if h != plan.hash]
+    if different:
+        raise RunError(
+            f"rank {different[0]} holds plan {others[different[0]][:12]}, rank {rank} holds {plan.hash[:12]}: all ranks need one plan"
+        )
+
+
+def require_executable(plan: Plan) -> None:
+    """Raises NotExecuted if the plan asks for what would change the numbers and is not executed."""
+    if plan.job.last == "pad":
+        raise NotExecuted("train.last = pad is checked but not executed yet; drop is")

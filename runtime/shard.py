@@ -1,0 +1,121 @@
+"""Sharding what a rank owns: torch's tensor parallel styles, then one FSDP2 unit per layer.
+
+FSDP2 is told to sum, not to average, because every microbatch already weighs by its share of the global batch. Units stay unsharded between
+the microbatches of a pipeline step; only the last backward of a stage reshards and reduces.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from pdsl.grammar.errors import RunError
+from pdsl.lowering.ownership import owned_parameters
+from pdsl.lowering.plan import ParameterLayout, Plan
+
+__all__ = ["Units", "apply_tensor_parallel", "shard_layers"]
+
+
+def apply_tensor_parallel(model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh) -> None:
+    """Split the owned modules whose layouts name the tensor axis, in place.
+
+    `colwise` and `rowwise` are the two halves of a pair and leave the tensor between them split; a layout in slots (`[tp, _]`) says only
+    where the weight lies, so its module takes and gives whole tensors.
+    """
+    for p in owned_parameters(plan, rank):
+        layout = plan.layout(p.name)
+        module, _, leaf = p.name.rpartition(".")
+        if layout.tensor_dim is None or leaf == "bias":
+            continue  # a bias goes with the weight of its module
+        parallelize_module(model.get_submodule(module), mesh["tensor"], _style(layout, p.module, p.name))
+
+
+def _style(layout: ParameterLayout, kind: str, name: str) -> ParallelStyle:
+    whole = layout.style.startswith("[")
+    by_output = layout.tensor_dim == (1 if kind == "Embedding" else 0)
+    if kind not in ("Linear", "Embedding"):
+        raise RunError(f"{name}: only Linear and Embedding can be split over a tensor axis, this is a {kind}")
+    if by_output:
+        return ColwiseParallel(output_layouts=Replicate()) if whole else ColwiseParallel()
+    takes_whole = whole or kind == "Embedding"
+    return RowwiseParallel(input_layouts=Replicate()) if takes_whole else RowwiseParallel()
+
+
+class Units:
+    """The FSDP2 units of a rank, by stage, and the switches that the program sets on them.
+
+    The root's unit holds what belongs to no layer alone; it reduces when the last stage of the rank comes to its last backward.
+    """
+
+    def __init__(self, root: FSDPModule, by_stage: dict[int, list[FSDPModule]], *, reshard: bool) -> None:
+        self._root = root
+        self._by_stage = by_stage
+        self._reshard = reshard
+        self._remaining: set[int] = set()
+
+    def begin_step(self) -> None:
+        """No unit reduces or reshards until the program says that a stage comes to its last backward."""
+        self._remaining = set(self._by_stage)
+        for units in self._by_stage.values():
+            for unit in units:
+                self._set(unit, last=False)
+        self._set(self._root, last=False)
+        self._root.set_is_last_backward(False)
+
+    def unshard(self, stage: int) -> None:
+        """Gather the parameters of a stage."""
+        for unit in self._by_stage[stage]:
+            unit.unshard()
+
+    def begin_last_backward(self, stage: int) -> None:
+        """From here on every unit of the stage reduces its gradient and frees its gathered parameters as its backward ends."""
+        self._remaining.discard(stage)
+        for unit in self._by_stage[stage]:
+            self._set(unit, last=True)
+        if not self._remaining:
+            self._set(self._root, last=True)
+        self._root.set_is_last_backward(True)
+
+    def _set(self, unit: FSDPModule, *, last: bool) -> None:
+        unit.set_requires_gradient_sync(last, recurse=False)
+        unit.set_reshard_after_backward(last or self._reshard, recurse=False)
+
+
+def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh) -> Units:
+    """Wrap each owned layer of `model` as one FSDP2 unit, and `root`, the module whose forward runs a stage, around them.
+
+    Layers that share a parameter within a rank go into the root's unit, since a parameter can only belong to one. Parameters that are not
+    sharded, or live elsewhere, are left alone.
+    """
+    named = dict(model.named_parameters())
+    sharded = {p.name for p in owned_parameters(plan, rank) if plan.layout(p.name).sharded}
+    ignored = {p for name, p in named.items() if name not in sharded}
+    stages = plan.template(plan.coordinate(rank).pipeline).stages
+    owned_layers = [i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)]
+    shared = _layers_with_shared_parameters(plan, owned_layers)
+    fsdp_mesh = mesh["shard"]
+    by_stage: dict[int, list[FSDPModule]] = {s: [] for s in plan.stages_of(rank)}
+    for stage in plan.stages_of(rank):
+        for index in range(stages[stage].start, stages[stage].stop):
+            modules = [model.get_submodule(m) for m in plan.facts.layers[index].modules if m]
+            modules = [m for m in modules if any(p not in ignored for p in m.parameters())]
+            if not modules or index in shared:
+                continue
+            unit = fully_shard(
+                modules if len(modules) > 1 else modules[0], mesh=fsdp_mesh, reshard_after_forward=plan.reshard, ignored_params=ignored
+            )
+            by_stage[stage].append(unit if isinstance(unit, FSDPModule) else unit[0])
+    fully_shard(root, mesh=fsdp_mesh, reshard_after_forward=False, ignored_params=ignored)
+    assert isinstance(root, FSDPModule)
+    for unit in (root, *(u for units in by_stage.values() for u in units)):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    return Units(root, by_stage, reshard=plan.reshard)
+
+
+def _layers_with_shared_parameters(plan: Plan, layers: list[int]) -> set[int]:
+    mine = set(layers)
+    return {i for p in plan.facts.parameters if len(shared := mine.intersection(p.layers)) > 1 for i in shared}

@@ -1,0 +1,176 @@
+"""Comparison with one process: the same model, data and seed in plain torch, against what the ranks of a plan computed.
+
+The oracle knows nothing of stages, groups or microbatches: it builds the whole model, takes the whole batch at once, calls backward once. The
+ranks give the boxes they hold; the boxes are put together and compared by parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from pdsl.runtime.build import build
+from torch import nn
+
+from pdsl.grammar.errors import RunError
+from pdsl.lowering.boxes import box
+from pdsl.lowering.ownership import holders, owned_parameters
+from pdsl.lowering.plan import Plan
+from pdsl.runtime.objective import make_objective, token_count
+from pdsl.runtime.optimizer import make_optimizer, rate_at
+from pdsl.runtime.rows import read_rows, step_indices
+from pdsl.runtime.session import Session, require_executable
+from pdsl.runtime.train import make_dataset
+
+__all__ = ["Deviation", "Trace", "VerifyReport", "assemble", "compare", "oracle", "verify_rank"]
+
+
+@frozen
+class Deviation:
+    """How far one tensor is from the oracle's: ||ours - theirs|| / ||theirs||, and the norm of theirs."""
+
+    what: str
+    step: int
+    relative: float
+    norm: float
+
+
+@frozen
+class VerifyReport:
+    """The result of a comparison: every deviation, the largest first, and the tolerance it was held against."""
+
+    steps: int
+    tolerance: float
+    deviations: tuple[Deviation, ...]
+    losses: tuple[float, ...]
+    expected_losses: tuple[float, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(d.relative <= self.tolerance for d in self.deviations)
+
+    @property
+    def worst(self) -> Deviation:
+        return self.deviations[0]
+
+
+@frozen
+class Trace:
+    """What happened over a few steps: losses and norms, every gradient of every step before clipping, the weights at the end."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    gradients: tuple[Mapping[str, torch.Tensor], ...]
+    weights: Mapping[str, torch.Tensor]
+
+
+def verify_rank(plan: Plan, rank: int, store: dist.Store | None, *, steps: int, local_rank: int | None = None) -> dict[str, Any]:
+    """Take a few steps as one rank; losses and this rank's boxes of gradients and weights, as plain data."""
+    require_executable(plan)
+    dataset = make_dataset(plan)
+    kept: list[dict[str, torch.Tensor]] = []
+    results = []
+    with Session(plan, rank, store, local_rank=local_rank) as session:
+        session.on_gradients = lambda grads: kept.append({n: g.detach().cpu().clone() for n, g in grads.items()})
+        for step in range(steps):
+            order = step_indices(plan.job.seed, step, len(dataset), plan.job.batch)
+            results.append(session.step(read_rows(dataset, order), order))
+        weights = {n: t.detach().cpu().clone() for n, t in session.weights.items()}
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "gradients": kept, "weights": weights}
+
+
+def assemble(plan: Plan, ranks: list[dict[str, Any]]) -> Trace:
+    """Put the boxes of all ranks together. Copies of one box must agree to the bit, as must losses and norms: RunError if not."""
+    first = ranks[0]
+    for rank, result in enumerate(ranks):
+        if result["losses"] != first["losses"] or result["norms"] != first["norms"]:
+            raise RunError(f"rank {rank} reports another loss or norm than rank 0: {result['losses']} and {first['losses']}")
+    steps = len(first["losses"])
+    gradients = tuple(_whole(plan, [r["gradients"][s] for r in ranks]) for s in range(steps))
+    weights = _whole(plan, [r["weights"] for r in ranks])
+    return Trace(tuple(first["losses"]), tuple(first["norms"]), gradients, weights)
+
+
+def _whole(plan: Plan, ranks: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for rank, boxes in enumerate(ranks):
+        at = plan.coordinate(rank)
+        for p in owned_parameters(plan, rank):
+            if p.name not in boxes:
+                continue
+            whole = found.setdefault(p.name, torch.full(p.shape, torch.nan, dtype=boxes[p.name].dtype))
+            part = whole[tuple(slice(a, b) for a, b in box(plan, p, at.shard, at.tensor))]
+            first = holders(plan, p, rank)[0]
+            if first != rank and not torch.equal(part, boxes[p.name]):
+                worst = float((part - boxes[p.name]).abs().max())
+                if worst > 1e-5 * max(1e-30, float(part.abs().max())):
+                    raise RunError(f"{p.name}: ranks {first} and {rank} hold the same part and differ by up to {worst:.3e}")
+                continue
+            part.copy_(boxes[p.name])
+    return found
+
+
+def oracle(plan: Plan, steps: int, model: nn.Module | None = None, batches: list[Mapping[str, torch.Tensor]] | None = None) -> Trace:
+    """The same steps in this process with plain torch: one model, whole batches, one backward a step."""
+    job = plan.job
+    if model is None:
+        model = build(plan, {p.name for p in plan.facts.parameters}, torch.device("cpu"))
+    model.train()
+    objective = make_objective(job)
+    dataset: Any = make_dataset(plan) if batches is None else ()
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = make_optimizer(job.optimizer, named.values())
+    base = [g["lr"] for g in optimizer.param_groups]
+    losses, norms, gradients = [], [], []
+    for step in range(steps):
+        batch = batches[step] if batches is not None else read_rows(dataset, step_indices(job.seed, step, len(dataset), job.batch))
+        optimizer.zero_grad()
+        output = model(next(iter(batch.values()))) if plan.facts.sequential else model(**{n: batch[n] for n in plan.facts.inputs})
+        weighted = objective(output, batch, job.batch, job.batch)
+        loss = weighted.loss / token_count(batch) if objective.over_tokens else weighted.loss
+        loss.backward()
+        gradients.append({n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None})
+        norm = torch.nn.utils.clip_grad_norm_(named.values(), job.clip if job.clip is not None else float("inf"))
+        for group, rate in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = rate * rate_at(job.rate, step, job.steps)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        norms.append(float(norm))
+    return Trace(tuple(losses), tuple(norms), tuple(gradients), {n: p.detach().clone() for n, p in named.items()})
+
+
+def compare(ours: Trace, theirs: Trace, tolerance: float) -> VerifyReport:
+    """Every loss, norm, gradient and final weight against the oracle's, by relative distance.
+
+    A parameter that one side knows and the other does not is infinitely far. A gradient that is zero up to rounding on both sides (below 1e-7 of
+    the global norm) counts as equal: its direction is noise.
+    """
+    found = []
+    for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
+        found.append(Deviation("loss", step, _scalar(a, b), abs(b)))
+        found.append(Deviation("gradient norm", step, _scalar(ours.norms[step], theirs.norms[step]), theirs.norms[step]))
+        floor = 1e-7 * theirs.norms[step]
+        found += _tensors("gradient", step, ours.gradients[step], theirs.gradients[step], floor)
+    found += _tensors("weight", len(ours.losses), ours.weights, theirs.weights, 0.0)
+    found.sort(key=lambda d: -d.relative if d.relative == d.relative else float("-inf"))
+    return VerifyReport(len(ours.losses), tolerance, tuple(found), ours.losses, theirs.losses)
+
+
+def _scalar(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(b), 1e-30)
+
+
+def _tensors(kind: str, step: int, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], floor: float) -> list[Deviation]:
+    found = []
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in ours or name not in theirs:
+            found.append(Deviation(f"{kind} of {name}", step, float("inf"), 0.0))
+            continue
+        norm = float(theirs[name].double().norm())
+        distance = float((ours[name].double() - theirs[name].double()).norm())
+        close = norm <= floor and distance <= floor
+        found.append(Deviation(f"{kind} of {name}", step, 0.0 if close else distance / max(norm, 1e-30), norm))
+    return found

@@ -1,0 +1,187 @@
+"""The command line: what can be asked, and how every question ends.
+
+Exit status: 0 clean, 1 findings or a failed run, 2 bad invocation, 130 on Ctrl-C. No user ever sees a traceback, unless PDSL_DEBUG=1.
+
+`pdsl check` is started by editors and hooks, so this module imports nothing that a command does not need; argparse costs a third of what the
+usual libraries cost to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+__all__ = ["CLEAN", "FINDINGS", "INTERRUPTED", "USAGE", "Invocation", "arguments", "main"]
+
+CLEAN, FINDINGS, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_FORMATS = ("full", "concise", "json", "github", "sarif", "junit")
+
+
+class Invocation(Exception):
+    """The command was called with something that cannot be meant: a missing file, an unknown option. Exit status 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that leaves the ending to `main` and takes no abbreviated options."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise Invocation(f"{message}\ntry: {self.prog} --help")
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
+
+
+def _tolerance(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a relative deviation such as 1e-5")
+    return number
+
+
+def arguments() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The whole command line, and the part of each command by name. A test holds its commands and options."""
+    parser = _Parser(prog="pdsl", description="One file says how a PyTorch model is parallelised; check it, see the plan, train.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    check = commands.add_parser(
+        "check", help="find everything that is wrong with a spec", description="Find everything that is wrong with a spec."
+    )
+    check.add_argument("files", nargs="+", metavar="FILE", help="a .pdsl file; - reads standard input")
+    check.add_argument("--format", choices=_FORMATS, default="full", help="how findings are written (default: full)")
+    check.add_argument("--no-model", action="store_true", help="do not read the model; never imports torch, runs no code of the spec")
+    check.add_argument("--stdin-filename", metavar="NAME", default="-", help="what standard input is called in findings")
+    check.add_argument("--fail-on", choices=("error", "warning"), default="error", help="the least finding that makes the exit status 1")
+    _spec_options(check)
+
+    plan = commands.add_parser("plan", help="show what would happen", description="Show what would happen, on one screen.")
+    plan.add_argument("file", metavar="FILE", help="a .pdsl file, or a plan that was written with -o")
+    plan.add_argument("-o", "--output", metavar="PLAN.json", help="write the plan, for `pdsl run`")
+    plan.add_argument("--format", choices=("text", "json"), default="text", help="what goes to standard output (default: text)")
+    plan.add_argument("--svg", metavar="FILE", help="write the schedule as a picture")
+    plan.add_argument("--origins", action="store_true", help="show every value of the spec and where it came from")
+    plan.add_argument("--print-after", metavar="PASS", action="append", default=[], help="show what a pass of the planner found")
+    _spec_options(plan)
+
+    run = commands.add_parser("run", help="train", description="Train: on local processes, or as one rank of many under torchrun.")
+    run.add_argument("file", metavar="FILE", help="a .pdsl file, or a plan that was written with -o")
+    run.add_argument("--steps", type=_positive, metavar="N", help="steps to take instead of those of the spec")
+    run.add_argument("--metrics", metavar="FILE", help="write one JSON object a step")
+    run.add_argument("--log-dir", metavar="FOLDER", help="write what each rank has to say into a file of its own")
+    _spec_options(run)
+
+    verify = commands.add_parser(
+        "verify", help="compare the plan with one process", description="Run a few steps of the plan and compare with one process."
+    )
+    verify.add_argument("file", metavar="FILE", help="a .pdsl file, or a plan that was written with -o")
+    verify.add_argument("--steps", type=_positive, default=3, metavar="N", help="steps to take (default: 3)")
+    verify.add_argument(
+        "--tolerance", type=_tolerance, default=1e-5, metavar="X", help="largest relative deviation that passes (default: 1e-5)"
+    )
+    _spec_options(verify)
+
+    explain = commands.add_parser("explain", help="why a rule exists", description="Why a rule exists, with a bad and a good example.")
+    explain.add_argument("code", nargs="?", metavar="CODE", help="such as PDL402; without one all codes are listed")
+
+    init = commands.add_parser("init", help="write a starter spec", description="Write a commented starter spec.")
+    init.add_argument("name", nargs="?", default="train.pdsl", metavar="NAME", help="the file to write (default: train.pdsl)")
+    return parser, commands.choices
+
+
+def _spec_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", dest="overrides", metavar="NAME=VALUE", action="append", default=[], help="set a param, or a value such as train.batch=8"
+    )
+    parser.add_argument("--profile", metavar="NAME", help="apply a profile of the spec")
+    parser.add_argument("--world", type=_positive, metavar="N", help="the number of ranks, where the spec leaves it open")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status; raises nothing but what PDSL_DEBUG=1 lets through."""
+    try:
+        status = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+        return status
+    except Invocation as error:
+        return _say(str(error), USAGE)
+    except BrokenPipeError:
+        _silence()
+        return CLEAN
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    except SystemExit as ending:  # argparse after --help
+        return ending.code if isinstance(ending.code, int) else CLEAN
+    except Exception as error:  # noqa: BLE001  the last resort: nobody but a developer of PDSL wants a traceback
+        return _failed(error)
+
+
+def _run(argv: list[str]) -> int:
+    parser, by_name = arguments()
+    if argv and not argv[0].startswith("-") and argv[0] not in by_name:
+        raise Invocation(f"there is no command {argv[0]!r}{_near(argv[0], by_name)}")
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        offered = [o for action in by_name[options.command]._actions for o in action.option_strings] if options.command else ["--version"]
+        raise Invocation(f"unknown option {unknown[0]}{_near(unknown[0].split('=')[0], offered)}\ntry: pdsl {options.command or ''} --help")
+    if options.version:
+        import pdsl
+
+        sys.stdout.write(f"pdsl {pdsl.__version__}\n")
+        return CLEAN
+    if options.command is None:
+        parser.print_help()
+        return USAGE if argv else CLEAN
+    from pdsl import commands
+
+    status: int = getattr(commands, options.command)(options)
+    return status
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    """The one that was meant, or all there are."""
+    known = list(known)
+    close = get_close_matches(word, known, 1)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+
+
+def _failed(error: Exception) -> int:
+    from pdsl.grammar.errors import PdslError
+
+    if os.environ.get("PDSL_DEBUG"):
+        raise error
+    if isinstance(error, PdslError):
+        return _say(str(error), FINDINGS)
+    told = " ".join(str(error).split())
+    return _say(f"{type(error).__name__}: {told}\nthis is a fault of PDSL; run with PDSL_DEBUG=1 for the traceback", FINDINGS)
+
+
+def _say(message: str, status: int) -> int:
+    try:
+        sys.stdout.flush()
+        sys.stderr.write(f"pdsl: {message}\n")
+    except BrokenPipeError:
+        _silence()
+    return status
+
+
+def _silence() -> None:
+    """Let the interpreter flush into nothing at its end: whoever read the output has left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

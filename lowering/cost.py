@@ -55,7 +55,7 @@ class RankTraffic:
     """Bytes that one rank sends in one step, by kind. Collectives count as rings.
 
     `all_gather` makes sharded parameters whole, `reduce_scatter` returns their gradients, `gradient_sum` adds gradients over pipelines and other
-    holders of the same box, `tensor` is what tensor parallelism sums inside layers, `point_to_point` activations and gradients between stages.
+    holders of the same box, `tensor` is what tensor parallelism exchanges inside layers, `point_to_point` activations and gradients between stages.
     """
 
     rank: int
@@ -291,26 +291,35 @@ def _gathers(plan: Plan, pipeline: int) -> int:
 
 
 def _tensor_traffic(plan: Plan, rank: int) -> int:
-    """Sums over the tensor ranks: each row-wise weight sums its output in the forward, each column-wise one the gradient of its input in the
-    backward. Their rows are the tokens of the layer's boundary: its size over its last dim.
-    """
+    """What the tensor ranks exchange inside layers, over all microbatches of a step."""
     if plan.tensor_size == 1:
         return 0
     at = plan.coordinate(rank)
-    template = plan.template(at.pipeline)
-    per_microbatch = 0
+    stages = plan.template(at.pipeline).stages
+    total = 0
     for p in plan.facts.parameters:
-        layout = plan.layout(p.name)
-        if layout.tensor_dim is None or len(p.shape) != 2:
-            continue
-        columns, rows = (0, 1) if p.module != "Embedding" else (1, 0)
-        features = p.shape[columns] if layout.tensor_dim == rows else p.shape[rows]
-        if p.module == "Embedding" and layout.tensor_dim == columns:
-            features = 0  # its input are indices: there is no gradient to sum
-        uses = sum(1 for stage in stages_using(plan, at.pipeline, p) if template.stages[stage].position == at.position)
-        tokens = _tokens(plan, p.layers[0]) * plan.rows_per_rank
-        per_microbatch += uses * ring_all_reduce(tokens * features * _item(p.dtype), plan.tensor_size)
-    return per_microbatch * len(plan.pipelines[at.pipeline].microbatches)
+        if plan.layout(p.name).tensor_dim is None or len(p.shape) != 2:
+            continue  # biases go with their weights
+        uses = sum(stages[stage].position == at.position for stage in stages_using(plan, at.pipeline, p))
+        total += uses * _matrix_traffic(plan, p, _tokens(plan, p.layers[0]) * plan.rows_per_rank)
+    return total * len(plan.pipelines[at.pipeline].microbatches)
+
+
+def _matrix_traffic(plan: Plan, p: ParameterFacts, tokens: int) -> int:
+    """Bytes sent for one split matrix and `tokens` rows, forward and backward.
+
+    Split by inputs, it sums its output in the forward; split by outputs, the gradient of its input in the backward. A layout in slots takes and
+    gives whole tensors: it also gathers the output, or the gradient of the input.
+    """
+    layout = plan.layout(p.name)
+    embedding = p.module == "Embedding"
+    outputs, inputs = (p.shape[1], p.shape[0]) if embedding else p.shape
+    by_output = layout.tensor_dim == (1 if embedding else 0)
+    summed, gathered = (inputs, outputs) if by_output else (outputs, inputs)
+    item, others = tokens * _item(p.dtype), plan.tensor_size - 1
+    sums = 0 if by_output and embedding else ring_all_reduce(item * summed, plan.tensor_size)  # indices have no gradient
+    whole = layout.style.startswith("[") and (by_output or not embedding)
+    return sums + (-(-item * gathered * others // plan.tensor_size) if whole else 0)
 
 
 def _tokens(plan: Plan, layer: int) -> int:

@@ -128,6 +128,16 @@ def test_tensor_parallel_sums_outputs_forward_and_inputs_backward():
     assert [t.tensor for t in cost(plan).traffic] == [2 * 3 * 2 * once] * 2
 
 
+def test_a_layout_in_slots_gathers_too():
+    plan = rectangular(positions=1, shard=1, tensor=2, microbatches=1, batch=2, model=facts(1))
+    slots = tuple(
+        evolve(la, style="[tp, _]" if la.tensor_dim == 0 else "[_, tp]") if la.tensor_dim is not None else la for la in plan.layouts
+    )
+    tokens = 2 * 4 * 4  # two samples of four tokens of 4 bytes a feature
+    sums = 2 * ring_all_reduce(tokens * 8, 2)
+    assert cost(evolve(plan, layouts=slots)).traffic[0].tensor == sums + tokens * 32 // 2 + tokens * 32 // 2
+
+
 def test_split_parameters_take_less_memory():
     plan = rectangular(positions=1, shard=1, tensor=2, microbatches=1, model=facts(3))
     assert cost(plan).memory[0].parameters == (160 + 3 * (8 + 256 // 2 + 256 // 2 + 8) + 160) * 4

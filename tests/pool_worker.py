@@ -10,10 +10,11 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def load(data: bytes) -> Any:
 
 def serve(link: connection.Connection, stacks: str) -> None:
     """The life of a worker: answer requests until the other end of the pipe is closed."""
-    _end_with_parent()
+    tests = parent_process()
+    assert tests is not None
+    threading.Thread(target=_end_with_tests, args=(tests.sentinel,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the test process decides
     sys.path.insert(0, str(ROOT))
     stack_file = Path(stacks).open("w", encoding="utf-8")  # noqa: SIM115  stays open for the signal handler
@@ -122,13 +125,10 @@ def serve(link: connection.Connection, stacks: str) -> None:
         link.send_bytes(pickle.dumps(_answer(request)))
 
 
-def _end_with_parent() -> None:
-    """Ask Linux to kill this process when the fork server ends, which ends with the test process, however that ended."""
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+def _end_with_tests(tests: int) -> None:
+    """Wait for the end of the test process, however it ends, and end this one at once. The fork server does not tell its children."""
+    connection.wait([tests])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _answer(request: Request) -> Outcome:

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing import connection
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.pool import Pool, RankDied, RankFailed, RankStuck
+from tests.tree import ROOT
 
 
 def start_gloo(rank, world, store):
@@ -228,3 +232,30 @@ def test_a_closed_pool_leaves_no_process():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+KILLED = """
+import os, signal, sys
+from tests.pool import Pool
+from tests.test_pool import describe
+
+if __name__ == "__main__":
+    pool = Pool()
+    pool.run(describe, 2, "")
+    print(*pool.pids, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_when_the_test_process_is_killed(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    limit = time.monotonic() + 10
+    alive = [int(pid) for pid in done.stdout.split()]
+    assert len(alive) == 2
+    while alive and time.monotonic() < limit:
+        alive = [pid for pid in alive if Path(f"/proc/{pid}").exists()]
+    assert alive == []

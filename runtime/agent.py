@@ -134,6 +134,9 @@ def _rank(plan: Plan, rank: int, port: int, ready: int, job: dict[str, Any], lis
         listener.close()
         with open(os.devnull) as nothing:  # noqa: PTH123
             os.dup2(nothing.fileno(), 0)
+        if job["log_directory"] and rank:
+            with (Path(job["log_directory"]) / f"rank-{rank}.log").open("a") as log:
+                os.dup2(log.fileno(), 2)
         os.dup2(2, 1)  # stdout belongs to the agent's events; what a model prints goes to stderr
         os.read(ready, 1)
         torch.set_num_threads(job["threads"])
@@ -143,6 +146,9 @@ def _rank(plan: Plan, rank: int, port: int, ready: int, job: dict[str, Any], lis
         code = 0
     except BaseException as error:  # noqa: BLE001  whatever ended this rank must be told in one place
         _write_outcome(Path(job["directory"]) / f"outcome-{rank}.json", error)
+        if job["log_directory"]:
+            with (Path(job["log_directory"]) / f"rank-{rank}.log").open("a") as log:
+                log.writelines(traceback.format_exception(error))
     finally:
         sys.stderr.flush()
         os._exit(code)

@@ -72,8 +72,8 @@ def _transport(store: dist.Store, rank: int, size: int, device: torch.device, ti
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return cast(_Transport, dist.ProcessGroupNCCL(store, rank, size, options))
-    return cast(_Transport, dist.ProcessGroupGloo(store, rank, size, timeout))
+        return cast("_Transport", dist.ProcessGroupNCCL(store, rank, size, options))
+    return cast("_Transport", dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
 class Groups:

@@ -61,17 +61,36 @@ def join(plan: Plan, member: Membership, timeout: float = 300.0) -> Any:
     return dist.PrefixStore("pdsl", store)
 
 
-def launch(plan: Plan, task: str, arguments: Mapping[str, object], *, port: int = 0, threads: int | None = None) -> list[Any]:
+def launch(
+    plan: Plan,
+    task: str,
+    arguments: Mapping[str, object],
+    *,
+    port: int = 0,
+    threads: int | None = None,
+    log_directory: str | None = None,
+) -> list[Any]:
     """Run a task of the agent on every rank of a plan, as processes of this machine; results by rank.
 
-    `port` is where the ranks meet, 0 for any free one. `threads` per rank default to an equal share of the cores. Raises RankError for
+    `port` is where the ranks meet, 0 for any free one. `threads` per rank default to an equal share of the cores. `log_directory` gets
+    what ranks other than 0 print and the traceback of every rank that fails, one file each. Raises RankError for
     the rank that failed first for a reason of its own, RunError if the ranks could not be started. On KeyboardInterrupt every process is ended
     before it goes on.
     """
     cores = len(os.sched_getaffinity(0))
     threads = threads or max(1, cores // plan.world_size)
+    if log_directory is not None:
+        _make_folder(log_directory)
     with tempfile.TemporaryDirectory(prefix="pdsl-") as directory:
-        job = {"plan": plan.to_json(), "task": task, "arguments": dict(arguments), "port": port, "threads": threads, "directory": directory}
+        job = {
+            "plan": plan.to_json(),
+            "task": task,
+            "arguments": dict(arguments),
+            "port": port,
+            "threads": threads,
+            "directory": directory,
+            "log_directory": log_directory,
+        }
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         agent = subprocess.Popen(
@@ -86,6 +105,13 @@ def launch(plan: Plan, task: str, arguments: Mapping[str, object], *, port: int 
             return _follow(agent, job, plan.world_size, Path(directory))
         finally:
             _close(agent)
+
+
+def _make_folder(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"logs cannot be written to {path}: {error.strerror}") from None
 
 
 class _Events:

@@ -17,7 +17,9 @@ from pdsl.grammar.errors import RunError
 from pdsl.lowering.spec import CallValue, Quantity, Value
 from pdsl.runtime.gradients import local_tensor
 
-__all__ = ["LocalOptimizer", "make_optimizer", "rate_at"]
+__all__ = ["LocalOptimizer", "OptimizerFactory", "make_optimizer", "rate_at"]
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def _number(value: Value, default: float) -> float:
@@ -57,13 +59,31 @@ def make_optimizer(call: CallValue, parameters: Iterable[torch.Tensor]) -> torch
     raise RunError(f"no optimizer {call.name}; adamw and sgd are known")
 
 
+def _made(factory: OptimizerFactory, held: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
+        raise RunError(
+            "an optimizer made before the session holds parameters that are not the session's; give a function from parameters to optimizer"
+        )
+    made = factory(held)
+    ours = {id(p) for p in held}
+    foreign = sum(id(p) not in ours for g in made.param_groups for p in g["params"])
+    if foreign:
+        raise RunError(f"the optimizer holds {foreign} parameters that are not the session's; make it from the parameters that it is given")
+    return made
+
+
 class LocalOptimizer:
     """One rank's optimizer over the boxes it owns. A rank that owns nothing trainable has an empty one."""
 
-    def __init__(self, call: CallValue, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, call: CallValue, parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory | None = None) -> None:
+        """`factory`, if given, makes the optimizer from the local parameters in place of what `call` names.
+
+        Raises RunError if it is no function, or if what it makes holds other parameters: an optimizer that was built before sharding
+        would step on weights that the model no longer uses, without a word.
+        """
         self._locals = {n: nn.Parameter(local_tensor(p.data), requires_grad=True) for n, p in parameters.items()}
         held = [p for p in self._locals.values() if p.numel()]
-        self._optimizer = make_optimizer(call, held) if held else None
+        self._optimizer = (_made(factory, held) if factory is not None else make_optimizer(call, held)) if held else None
         self._rates = [g["lr"] for g in self._optimizer.param_groups] if self._optimizer is not None else []
 
     def step(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:

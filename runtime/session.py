@@ -5,6 +5,7 @@ The commit point of a step lies after its last collective (the sums, then one ga
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -15,21 +16,21 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from pdsl.runtime.build import build
-from pdsl.runtime.stage import StageRunner
 from torch import nn
 
 from pdsl.grammar.errors import NotExecuted, RunError
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.programs import program
+from pdsl.runtime.build import build
 from pdsl.runtime.executor import Executor
 from pdsl.runtime.gradients import Reducer
 from pdsl.runtime.groups import Groups, device_of
 from pdsl.runtime.objective import make_objective
-from pdsl.runtime.optimizer import LocalOptimizer, rate_at
+from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory, rate_at
 from pdsl.runtime.rows import Batch, rank_rows, row_hash, split_batch
 from pdsl.runtime.shard import apply_tensor_parallel, shard_layers
+from pdsl.runtime.stage import StageRunner
 
 __all__ = ["Session", "StepResult", "require_executable"]
 
@@ -55,6 +56,8 @@ class StepResult:
 class Session:
     """One rank of a plan. Use it as a context manager; `step` takes the global batch, the same on every rank.
 
+    `model` replaces the factory of the plan: a module with its weights, or a function that builds one. `optimizer` is a function from
+    the local parameters to a torch optimizer that works element by element. `timeout` in seconds bounds every wait for another rank.
     Raises RunError if the ranks hold different plans, NotExecuted if the plan asks for what this version cannot run.
     """
 
@@ -66,6 +69,7 @@ class Session:
         *,
         local_rank: int | None = None,
         model: nn.Module | Callable[..., nn.Module] | None = None,
+        optimizer: OptimizerFactory | None = None,
         timeout: float = 300.0,
     ) -> None:
         if store is None and plan.world_size > 1:
@@ -90,9 +94,13 @@ class Session:
         named = dict(self.model.named_parameters())
         self.parameters = {p.name: named[p.name] for p in owned if p.trainable}
         self._reducer = Reducer(plan, self._program, self.parameters, self.groups)
-        self._optimizer = LocalOptimizer(plan.job.optimizer, self.parameters)
+        self._optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer)
         self._objective = make_objective(plan.job)
         self._executor = Executor(plan, self._program, self.groups, runner, self._objective, self._reducer, units)
+        if plan.facts.random:
+            self._executor.before_forward = self._begin_forward
+            runner.before_layer = self._seed_layer
+        self._microbatch = 0
         self._places = rank_rows(plan, rank)
         self.steps_taken = 0
         self.on_gradients: Callable[[Mapping[str, torch.Tensor]], None] | None = None
@@ -144,6 +152,15 @@ class Session:
         self.steps_taken += 1
         seconds = time.perf_counter() - begin
         return StepResult(self.steps_taken - 1, loss / over, norm, self.plan.job.batch, seconds, f"{digest:016x}")
+
+    def _begin_forward(self, _stage: int, microbatch: int) -> None:
+        self._microbatch = microbatch
+
+    def _seed_layer(self, layer: int) -> None:
+        """Random numbers inside a layer depend on (seed, step, microbatch, layer) and the rows it sees, never on the placement of layers."""
+        shard = self.plan.coordinate(self.rank).shard
+        key = f"{self.plan.job.seed}/{self.steps_taken}/{self._microbatch}/{shard}/{layer}"
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
 
     @torch.no_grad()
     def _apply(self, gradients: dict[str, torch.Tensor], norm: float, over: float) -> None:

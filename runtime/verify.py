@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from pdsl.runtime.build import build
 from torch import nn
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.boxes import box
 from pdsl.lowering.ownership import holders, owned_parameters
 from pdsl.lowering.plan import Plan
+from pdsl.runtime.build import build
 from pdsl.runtime.objective import make_objective, token_count
 from pdsl.runtime.optimizer import make_optimizer, rate_at
 from pdsl.runtime.rows import read_rows, step_indices

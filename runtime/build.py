@@ -1,0 +1,155 @@
+"""Building a model with the memory of what this rank owns, and with the weights that one process would get from the same seed.
+
+The factory runs twice. The first run puts every parameter on the meta device and notes in which order they are made; the second keeps those that
+are owned. What would draw random numbers for a parameter without memory draws them all the same, into scratch memory, so the numbers that follow
+are those of a plain build. A factory for which that cannot be done is run plainly, and what is not owned is dropped afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pdsl.grammar.errors import ModelError
+from pdsl.lowering.factory import call_factory, on_path, plain_arguments, resolve
+from pdsl.lowering.plan import Plan
+from pdsl.lowering.probe import on_meta, parameters_on_meta
+from pdsl.lowering.probe_pass import parameter_groups
+
+__all__ = ["build", "build_model"]
+
+
+def build(
+    plan: Plan, owned: Collection[str], device: torch.device, *, model: nn.Module | Callable[..., nn.Module] | None = None
+) -> nn.Module:
+    """The model of a plan with the parameters in `owned` (canonical names) on `device`, all others on the meta device, buffers on `device`.
+
+    Weights equal those of one process that seeds torch with the plan's seed and calls the factory. `model` replaces the factory: a function
+    without arguments, or a module with its weights, which is copied and stays as it is. Raises ModelError.
+    """
+    if isinstance(model, nn.Module):
+        made = copy.deepcopy(model)
+        _drop(made, owned)
+        _check_names(made, plan)
+        return _moved(made, device)
+    job = plan.job
+    name = job.factory if model is None else getattr(model, "__name__", "the model's factory")
+    with on_path(job.directory):
+        factory = resolve(job.factory, job.directory) if model is None else model
+        arguments = plain_arguments(job.arguments) if model is None else {}
+        made = build_model(factory, arguments, seed=job.seed, owned=owned, name=name)
+    _check_names(made, plan)
+    return _moved(made, device)
+
+
+def build_model(factory: Callable[..., Any], arguments: Mapping[str, object], *, seed: int, owned: Collection[str], name: str) -> nn.Module:
+    """`factory(**arguments)` after `torch.manual_seed(seed)`, on CPU, with only the owned parameters in memory. Torch's generators stay as they were.
+
+    Raises ModelError if the factory raises or gives no module.
+    """
+    with torch.random.fork_rng():
+        model: object = _replayed(factory, arguments, seed, owned, name)
+        if model is None:
+            torch.manual_seed(seed)
+            model = call_factory(factory, arguments, name)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{name} returned a {type(model).__name__}: expected a torch.nn.Module")
+    _drop(model, owned)
+    return model
+
+
+def _replayed(
+    factory: Callable[..., Any], arguments: Mapping[str, object], seed: int, owned: Collection[str], name: str
+) -> nn.Module | None:
+    """The build in two runs, or None where the runs differ or values without memory are needed."""
+    first: list[nn.Parameter] = []
+    second: list[nn.Parameter] = []
+    try:
+        torch.manual_seed(seed)
+        with parameters_on_meta(seen=first):
+            plan = call_factory(factory, arguments, name)
+        if not isinstance(plan, nn.Module):
+            return None
+        wanted = {id(p) for canonical, group in parameter_groups(plan).items() if canonical in owned for _, p in group}
+        keep = [id(p) in wanted for p in first]
+        shapes = [p.shape for p in first]
+        del plan
+        torch.manual_seed(seed)
+        with parameters_on_meta(lambda k: k < len(keep) and keep[k], second), _DrawAnyway():  # type: ignore[no-untyped-call]
+            model = call_factory(factory, arguments, name)
+    except ModelError:  # the plain build says what is wrong, if anything is
+        return None
+    if not isinstance(model, nn.Module) or [p.shape for p in second] != shapes:
+        return None
+    groups = parameter_groups(model)
+    complete = all(p.device.type != "meta" for canonical in owned for _, p in groups.get(canonical, ()))
+    return model if complete and all(b.device.type != "meta" for b in model.buffers()) else None
+
+
+class _DrawAnyway(TorchDispatchMode):
+    """Lets random operations on tensors without memory draw what they would have drawn."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        without = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "meta"]
+        if not without:
+            return func(*args, **kwargs)
+
+        def scratch(leaf: Any) -> Any:
+            bare = isinstance(leaf, Tensor) and leaf.device.type == "meta"
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if bare else leaf
+
+        func(*tree_map(scratch, args), **tree_map(scratch, kwargs))
+        return func(*args, **kwargs)
+
+
+def _drop(model: nn.Module, owned: Collection[str]) -> None:
+    """Move what is not owned to the meta device; names of one parameter stay names of one parameter."""
+    for canonical, group in parameter_groups(model).items():
+        parameter = group[0][1]
+        kept = parameter if canonical in owned else parameter if parameter.device.type == "meta" else on_meta(parameter)
+        for name, _ in group:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = kept
+
+
+def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """All that has memory, on the device. `Module.to` refuses meta tensors, so each is moved by itself."""
+    if device.type == "cpu":
+        return model
+    for group in parameter_groups(model).values():
+        parameter = group[0][1]
+        if parameter.device.type == "meta":
+            continue
+        moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+        moved.__dict__.update(parameter.__dict__)
+        for name, _ in group:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = moved
+    for module in model.modules():
+        module._buffers.update({n: b.to(device) for n, b in module._buffers.items() if b is not None})
+    return model
+
+
+def _check_names(model: nn.Module, plan: Plan) -> None:
+    """Raises ModelError if the model has other parameters than the plan was made for."""
+    found = {name: tuple(group[0][1].shape) for name, group in parameter_groups(model).items()}
+    planned = {p.name: p.shape for p in plan.facts.parameters}
+    if found == planned:
+        return
+    missing = [n for n in planned if n not in found]
+    extra = [n for n in found if n not in planned]
+    if missing or extra:
+        what = [f"the plan has {missing[0]}, the model has not"] if missing else []
+        what += [f"the model has {extra[0]}, the plan has not"] if extra else []
+        raise ModelError(f"the model is not the one that the plan was made for: {'; '.join(what)}")
+    name = next(n for n in planned if planned[n] != found[n])
+    raise ModelError(f"the model is not the one that the plan was made for: {name} is {found[name]}, in the plan {planned[name]}")

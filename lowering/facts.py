@@ -11,7 +11,10 @@ from enum import Enum
 
 from attrs import frozen
 
-__all__ = ["BoundaryTensor", "LayerFacts", "LayerKind", "ModelFacts", "ParameterFacts"]
+__all__ = ["SINGLE_INPUT", "BoundaryTensor", "LayerFacts", "LayerKind", "ModelFacts", "ParameterFacts"]
+
+SINGLE_INPUT = "input"
+"""The name of the batch entry of a model that was run with one tensor and no names."""
 
 
 class LayerKind(Enum):

@@ -204,7 +204,7 @@ class StageRunner(nn.Module):
         now.next_block = index + 1
         if index >= stage.stop:
             leaves, _ = tree_flatten((args, kwargs))
-            raise _Stop(self._crossing(leaves, index))
+            raise _Stop(self._crossing(now, leaves, index))
         if index < stage.start:
             output = self._skip_block(index, module, args, kwargs)
         else:
@@ -219,7 +219,7 @@ class StageRunner(nn.Module):
             return output
         if now.stage.stop == epilogue:
             leaves, _ = tree_flatten(output)
-            raise _Stop(self._crossing(leaves, epilogue))
+            raise _Stop(self._crossing(now, leaves, epilogue))
         if now.stage.start == epilogue:
             leaves, spec = tree_flatten(output)
             output = tree_unflatten(self._swapped(now, epilogue, leaves), spec)
@@ -250,8 +250,10 @@ class StageRunner(nn.Module):
             now.swaps[id(old)] = tensor.clone() if facts.mutated else tensor
         return [now.swaps.get(id(leaf), leaf) for leaf in leaves]
 
-    def _crossing(self, leaves: list[Any], index: int) -> tuple[Tensor, ...]:
-        return tuple(leaves[facts.leaf].contiguous() for facts in self.facts.layers[index].inputs)
+    def _crossing(self, now: _Pass, leaves: list[Any], index: int) -> tuple[Tensor, ...]:
+        """What the next stage needs; what this stage received and hands on unchanged is among it."""
+        crossing = [leaves[facts.leaf] for facts in self.facts.layers[index].inputs]
+        return tuple(now.swaps.get(id(t), t).contiguous() for t in crossing)
 
     def _skip_block(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.facts.layers[index]

@@ -1,0 +1,170 @@
+"""Facts of models on disk, so that a second check of a file needs neither torch nor the user's code.
+
+An entry is found by factory, arguments, data, the sources of the modules that make both, the version of torch and the sources of what reads facts.
+Those modules are found and read as text, never imported: the factory's module, its packages, and what they import from the same package
+or from the directory of the spec. What a factory reads beside its own code (a file of settings, the environment) is not seen: run with
+PDSL_CACHE set to a fresh folder, or with `cache=False`, when such things change.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pdsl.grammar.cache import read_entry, write_entry
+from pdsl.grammar.errors import ModelError
+from pdsl.lowering.factory import call_factory, module_file, on_path, parse_reference, plain_arguments, resolve
+from pdsl.lowering.facts import ModelFacts
+from pdsl.lowering.serial import dump, load
+from pdsl.lowering.spec import CallValue, Value
+
+__all__ = ["cached_facts", "data_reference", "facts_key", "read_facts", "source_files", "store_facts"]
+
+Arguments = Mapping[str, Value] | Sequence[tuple[str, Value]]
+
+_MOST_FILES = 500
+_READERS = ("probe.py", "probe_pass.py", "chain.py", "facts.py", "serial.py")  # a change in one of them makes all entries stale
+
+
+def read_facts(
+    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", cache: bool = True
+) -> ModelFacts:
+    """The facts of a model: from the cache, else by building and running it without weights on a few rows of `data`.
+
+    `data` is a call with the reference of a data set as its first argument, as in `train.data`. Without data the model does not run, and boundaries
+    stay unknown. Raises ModelError if model or data set cannot be built or run.
+    """
+    found = cached_facts(factory, arguments, data=data, directory=directory) if cache else None
+    if found is not None:
+        return found
+    from pdsl.lowering.probe import probe, probe_batch
+
+    with on_path(directory):
+        batch = None
+        if data is not None:
+            reference = data_reference(data)
+            dataset = call_factory(resolve(reference, directory), plain_arguments(data.keywords), reference)
+            batch = probe_batch(dataset)
+        facts = probe(factory, plain_arguments(arguments), batch=batch, directory=directory)
+    if cache:
+        store_facts(facts, factory, arguments, data=data, directory=directory)
+    return facts
+
+
+def cached_facts(factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".") -> ModelFacts | None:
+    """Facts that were stored for exactly this, or None. Imports neither torch nor anything of the user."""
+    key = facts_key(factory, arguments, data=data, directory=directory)
+    text = read_entry(_entry(key), key) if key is not None else None
+    if text is None:
+        return None
+    try:
+        return load(text, ModelFacts)
+    except ValueError:
+        return None
+
+
+def store_facts(facts: ModelFacts, factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".") -> bool:
+    """Keep facts for the next time; whether that worked."""
+    key = facts_key(factory, arguments, data=data, directory=directory)
+    return key is not None and write_entry(_entry(key), key, dump(facts))
+
+
+def data_reference(data: CallValue) -> str:
+    """The `"module:factory"` of a data set: the first argument of `source(...)`. Raises ModelError if there is none."""
+    if data.positional and isinstance(data.positional[0], str):
+        return data.positional[0]
+    if ":" in data.name:
+        return data.name
+    raise ModelError('data names no data set: expected "package.module:factory"')
+
+
+def facts_key(factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".") -> str | None:
+    """What decides about the facts, as a hash in hex; None where a source cannot be found, so that nothing is cached."""
+    pairs = arguments.items() if isinstance(arguments, Mapping) else arguments
+    modules = [parse_reference(factory).module]
+    whole = hashlib.sha256()
+    whole.update(dump(CallValue(factory, (), tuple(sorted(pairs, key=lambda pair: pair[0])))).encode())
+    if data is not None:
+        modules.append(parse_reference(data_reference(data)).module)
+        whole.update(dump(data).encode())
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    try:
+        files = [Path(torch.origin).parent / "version.py", *(Path(__file__).with_name(name) for name in _READERS)]
+        for module in modules:
+            found = source_files(module, directory)
+            if found is None:
+                return None
+            files += found
+        for path in files:
+            content = path.read_bytes()
+            whole.update(f"\n{path.name} {len(content)}\n".encode() + content)
+    except OSError:
+        return None
+    return whole.hexdigest()
+
+
+def _entry(key: str) -> str:
+    return f"facts-{key[:32]}.json"
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------------------------
+
+
+def source_files(module: str, directory: str) -> tuple[Path, ...] | None:
+    """The file of a module, those of its packages, and those of all modules that it imports from its own package or from `directory`,
+    directly or not. None if the module has no source file, if one of its sources is no Python, or if there are too many.
+
+    Of a package that is installed only the module itself and its packages count.
+    """
+    home = Path(directory).resolve()
+    top = module.partition(".")[0]
+    waiting, seen, files = [module], {module}, dict[Path, None]()
+    while waiting:
+        name = waiting.pop()
+        path = module_file(name, directory)
+        if path is None and name == module:
+            return None
+        if path is None or len(files) > _MOST_FILES:
+            continue
+        files.setdefault(path)
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            package = module_file(".".join(parts[:i]), directory)
+            if package is not None:
+                files.setdefault(package)
+        resolved = path.resolve()
+        if "site-packages" in resolved.parts and not resolved.is_relative_to(home):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            return None
+        for other in _imported(tree, name, is_package=path.name == "__init__.py"):
+            if other not in seen and (other.partition(".")[0] == top or _lies_in(other, home)):
+                seen.add(other)
+                waiting.append(other)
+    return tuple(sorted(files)) if len(files) <= _MOST_FILES else None
+
+
+def _lies_in(module: str, home: Path) -> bool:
+    top = home / module.partition(".")[0]
+    return top.is_dir() or top.with_suffix(".py").is_file()
+
+
+def _imported(tree: ast.Module, module: str, *, is_package: bool) -> Iterator[str]:
+    """Names of modules, or of things in modules, that a module imports anywhere."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            start = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            if start:
+                yield start
+                yield from (f"{start}.{alias.name}" for alias in node.names if alias.name != "*")

@@ -1,0 +1,314 @@
+"""Reading a model's facts by running it once, without its weights.
+
+This module and `probe_pass` are the only ones of lowering that import torch. The model is built with its parameters on the meta device (names and shapes), then every
+parameter gets the memory of one scalar, expanded to its shape, and the model's own forward runs twice, with two and with three rows, which shows what grows with the rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdsl.grammar.errors import ModelError
+from pdsl.lowering.chain import Observation, Structure, assemble, assemble_unrun, assemble_whole
+from pdsl.lowering.factory import call_factory, describe_error, on_path, resolve
+from pdsl.lowering.facts import SINGLE_INPUT, ModelFacts, ParameterFacts
+from pdsl.lowering.probe_pass import NotAChain, Recorder, is_plain_sequential, parameter_groups
+from pdsl.lowering.values import near
+
+__all__ = ["on_meta", "parameters_on_meta", "probe", "probe_batch"]
+
+_ROWS = (2, 3)
+_FILL = 0.02  # one value for all parameters; only shapes matter
+_LARGEST_REAL = 1 << 28  # elements that may be real memory when a model refuses expanded parameters
+
+
+def probe(
+    factory: str | Callable[..., nn.Module],
+    arguments: Mapping[str, object],
+    *,
+    batch: Mapping[str, Tensor] | Tensor | None,
+    directory: str = ".",
+    chain: Sequence[str] | None = None,
+) -> ModelFacts:
+    """The facts of the model that `factory(**arguments)` makes; a string `"module:factory"` is imported with `directory` on the path.
+
+    `batch` is a batch of data of any number of rows, as the model's forward takes it by keywords (a single tensor: as its one argument; an
+    `nn.Sequential` takes the first entry). With None the model does not run and the boundaries stay unknown. `chain` names the modules that are the
+    blocks, as a method or attribute `pdsl_chain` of the model does; otherwise they are found.
+
+    Raises ModelError if the model cannot be built or run, or if a listed chain is none.
+    """
+    name = factory if isinstance(factory, str) else f"{factory.__module__}:{factory.__qualname__}"
+    with on_path(directory), torch.random.fork_rng(devices=[]):
+        make = resolve(factory, directory) if isinstance(factory, str) else factory
+        model = _skeleton(make, arguments, name)
+        model.train()
+        structure = _structure(model, name, batch)
+        named = chain if chain is not None else _listed(model)
+        listed = _checked_chain(model, named, name) if named is not None else None
+        if batch is None:
+            return assemble_unrun(structure, _unrun_blocks(model, listed), tuple(_outermost(model)))
+        return _run(model, structure, listed, batch)
+
+
+def probe_batch(dataset: Any, rows: int = max(_ROWS)) -> dict[str, Tensor]:
+    """The first rows of a map-style data set as a batch. Raises ModelError if its rows are no dicts of tensors."""
+    count = min(rows, len(dataset))
+    if count == 0:
+        raise ModelError("the data set is empty")
+    found = [dataset[i] for i in range(count)]
+    if not all(isinstance(row, Mapping) for row in found):
+        raise ModelError(f"a row of the data set is a {type(found[0]).__name__}: expected a dict of tensors by name")
+    return {key: torch.stack([torch.as_tensor(row[key]) for row in found]) for key in found[0]}
+
+
+# --- building without weights -------------------------------------------------------------------------------------------------------------
+
+
+def on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """The same parameter without memory; attributes set on it are kept."""
+    bare = nn.Parameter(torch.empty_like(parameter.detach(), device="meta"), requires_grad=parameter.requires_grad)
+    bare.__dict__.update(parameter.__dict__)
+    return bare
+
+
+@contextmanager
+def parameters_on_meta(keep: Callable[[int], bool] = lambda _: False, seen: list[nn.Parameter] | None = None) -> Iterator[None]:
+    """Within the block every parameter moves to the meta device when a module registers it; buffers stay real.
+
+    `keep(k)` says whether the k-th parameter stays real; `seen` collects what was registered. Ties made with one object stay ties.
+    """
+    original = nn.Module.register_parameter
+    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+    known: set[int] = set()
+    count = 0
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count
+        original(module, name, parameter)
+        if parameter is None or id(parameter) in known:
+            return
+        before = moved.get(id(parameter))
+        if before is not None and before[0]() is parameter:
+            module._parameters[name] = before[1]
+            return
+        kept = parameter if parameter.device.type == "meta" or keep(count) else on_meta(parameter)
+        count += 1
+        if kept is not parameter:
+            moved[id(parameter)] = (weakref.ref(parameter), kept)
+        module._parameters[name] = kept
+        known.add(id(kept))
+        alive.append(kept)
+
+    alive: list[nn.Parameter] = seen if seen is not None else []
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _skeleton(make: Callable[..., nn.Module], arguments: Mapping[str, object], name: str) -> nn.Module:
+    """The model with its parameters on the meta device. A factory that reads values of its parameters is run plainly."""
+    try:
+        with parameters_on_meta():
+            model = call_factory(make, arguments, name)
+    except ModelError:
+        model = call_factory(make, arguments, name)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{name} returned a {type(model).__name__}: expected a torch.nn.Module")
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise ModelError(
+                    f"{name}: parameter {key} of {type(module).__name__} has no shape yet: lazy modules must be run once in the factory"
+                )
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
+def _structure(model: nn.Module, name: str, batch: Mapping[str, Tensor] | Tensor | None) -> Structure:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters, warnings = [], []
+    for canonical, group in parameter_groups(model).items():
+        holder, p = type(modules[canonical.rpartition(".")[0]]).__name__, group[0][1]
+        aliases = tuple(alias for alias, _ in group[1:])
+        dtype = str(p.dtype).removeprefix("torch.")
+        parameters.append(ParameterFacts(canonical, tuple(p.shape), dtype, p.requires_grad, (), holder, aliases))
+        warnings += [
+            f"{alias} and {canonical} share memory but are two parameters; PDSL trains them as one" for alias, q in group[1:] if q is not p
+        ]
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            warnings.append(
+                f"{path} ({type(module).__name__}) normalises over the rows of one microbatch on one rank, not over the batch, "
+                "and updates its running statistics once per microbatch"
+            )
+    inputs = (SINGLE_INPUT,) if isinstance(batch, Tensor) else tuple(batch or ())
+    sequential = is_plain_sequential(model)
+    return Structure(
+        factory=name,
+        parameters=tuple(parameters),
+        buffers=tuple(n for n, _ in model.named_buffers()),
+        inputs=inputs[:1] if sequential else inputs,
+        sequential=sequential,
+        warnings=tuple(warnings),
+        torch=str(torch.__version__),
+    )
+
+
+def _give_memory(model: nn.Module, *, real: bool) -> None:
+    """Replace every parameter by one of the same shape: one scalar expanded, or real memory. Everything floating needs a gradient now."""
+    for group in parameter_groups(model).values():
+        shape, dtype = group[0][1].shape, group[0][1].dtype
+        floating = dtype.is_floating_point or dtype.is_complex
+        scalar = torch.full((), _FILL if floating else 0, dtype=dtype)
+        memory = scalar.expand(shape).clone() if real else scalar.expand(shape)
+        twin = nn.Parameter(memory, requires_grad=floating)
+        for name, parameter in group:
+            owner, _, leaf = name.rpartition(".")
+            twin.__dict__.update(parameter.__dict__)
+            model.get_submodule(owner)._parameters[leaf] = twin
+
+
+# --- finding the blocks -------------------------------------------------------------------------------------------------------------------
+
+
+def _listed(model: nn.Module) -> Sequence[str] | None:
+    found = getattr(model, "pdsl_chain", None)
+    return found() if callable(found) else found
+
+
+def _checked_chain(model: nn.Module, names: Sequence[str], factory: str) -> tuple[str, ...]:
+    """The listed blocks; a list of modules stands for its children."""
+    modules = dict(model.named_modules())
+    chain: list[str] = []
+    for name in names:
+        if name not in modules or not name:
+            close = near(str(name), [m for m in modules if m])
+            raise ModelError(
+                f"{factory}: the chain lists {name}, and there is no such module" + (f"; did you mean {close}" if close else "")
+            )
+        inner = modules[name]
+        chain += [f"{name}.{child}" for child in inner._modules] if isinstance(inner, nn.ModuleList) else [name]
+    twice = next((name for i, name in enumerate(chain) if name in chain[:i]), None)
+    if twice is not None:
+        raise ModelError(f"{factory}: the chain lists {twice} twice")
+    if not chain:
+        raise ModelError(f"{factory}: the chain is empty")
+    return tuple(chain)
+
+
+def _found_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The children of the longest outermost list of at least two modules of one class, and of all others of that length."""
+    lists: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        children = list(module.children())
+        same = len(children) > 1 and len({type(c) for c in children}) == 1 and any(True for c in children for _ in c.parameters())
+        if path and same and isinstance(module, nn.ModuleList | nn.Sequential) and not any(path.startswith(f"{p}.") for p in lists):
+            lists[path] = module
+    if not lists:
+        return ()
+    longest = max(len(m._modules) for m in lists.values())
+    chosen = sorted((p for p, m in lists.items() if len(m._modules) == longest), key=lambda p: not isinstance(lists[p], nn.ModuleList))
+    return tuple(tuple(f"{path}.{child}" for child in lists[path]._modules) for path in chosen)
+
+
+def _unrun_blocks(model: nn.Module, listed: tuple[str, ...] | None) -> tuple[str, ...]:
+    if listed is not None:
+        return listed
+    if is_plain_sequential(model):
+        return tuple(model._modules)
+    found = _found_lists(model)
+    return found[0] if found else ()
+
+
+def _outermost(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The modules closest to the root that hold parameters and are no mere containers of others."""
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _outermost(child, f"{path}.")
+        elif any(True for _ in child.parameters()):
+            yield path
+
+
+# --- running ------------------------------------------------------------------------------------------------------------------------------
+
+
+def _run(model: nn.Module, structure: Structure, listed: tuple[str, ...] | None, batch: Mapping[str, Tensor] | Tensor) -> ModelFacts:
+    few, many = _ROWS
+    _give_memory(model, real=False)
+
+    def passes(blocks: tuple[str, ...]) -> tuple[Observation, Observation]:
+        return _observe(model, structure, blocks, batch, few), _observe(model, structure, blocks, batch, many)
+
+    reasons: list[str] = []
+    for blocks in _attempts(model, structure, listed):
+        try:
+            small, large = passes(blocks)
+            if small.order != large.order:
+                raise NotAChain(f"the blocks are called in another order with {few} rows than with {many}")
+            return assemble(structure, small, large)
+        except NotAChain as refusal:
+            reasons.append(str(refusal))
+    if listed is not None:
+        raise ModelError(f"{structure.factory}: the listed modules are no chain: {reasons[-1]}")
+    reason = reasons[-1] if reasons else "there is no list of at least two modules of one class; a method pdsl_chain may name the blocks"
+    return assemble_whole(structure, *passes(()), reason)
+
+
+def _attempts(model: nn.Module, structure: Structure, listed: tuple[str, ...] | None) -> Iterator[tuple[str, ...]]:
+    if listed is not None:
+        yield listed
+    elif structure.sequential:
+        yield tuple(model._modules)
+    else:
+        lists = _found_lists(model)
+        if len(lists) > 1:
+            yield tuple(name for names in lists for name in names)
+        if lists:
+            yield lists[0]
+
+
+def _observe(
+    model: nn.Module, structure: Structure, blocks: tuple[str, ...], batch: Mapping[str, Tensor] | Tensor, rows: int
+) -> Observation:
+    """One forward pass. Raises NotAChain, or ModelError if the model itself fails."""
+    taken = {k: _take(t, rows) for k, t in batch.items()} if isinstance(batch, Mapping) else {SINGLE_INPUT: _take(batch, rows)}
+    first = next(iter(taken.values()))
+    args, kwargs = ((first,), {}) if structure.sequential or isinstance(batch, Tensor) else ((), taken)
+    _check_call(model, args, kwargs, structure.factory)
+    try:
+        return Recorder(model, blocks, taken).run(args, kwargs, rows)
+    except Exception as error:
+        numel = sum(p.numel for p in structure.parameters)
+        stride_zero = any(p.numel() > 1 and not any(p.stride()) for p in model.parameters())
+        if stride_zero and numel <= _LARGEST_REAL:  # some kernels refuse expanded weights
+            _give_memory(model, real=True)
+            return _observe(model, structure, blocks, batch, rows)
+        given = ", ".join(f"{k}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for k, t in taken.items())
+        raise ModelError(f"{structure.factory}: the forward pass failed on a batch of {given}: {describe_error(error)}") from error
+
+
+def _take(tensor: Tensor, rows: int) -> Tensor:
+    return tensor if tensor.dim() == 0 else tensor[torch.arange(rows) % tensor.shape[0]]
+
+
+def _check_call(model: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], factory: str) -> None:
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        brief = signature.replace(return_annotation=inspect.Signature.empty)
+        given = ", ".join(kwargs) or "one tensor"
+        raise ModelError(f"{factory}: the model's forward takes {brief} and the data gives {given}: {error}") from None

@@ -1,0 +1,301 @@
+"""Watching one forward pass of a model: what crosses from block to block, which parameter is read where, what it costs.
+
+Hooks on the blocks see the boundaries, a function mode sees every operation with its operands, and autograd's graph tells whether the loss reads
+inside earlier blocks past what crosses.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from pdsl.lowering.chain import Crossing, Observation, Segment
+
+__all__ = ["NotAChain", "Recorder", "is_plain_sequential", "parameter_groups"]
+
+
+class NotAChain(BaseException):
+    """The blocks are not called one after the other, once each. No Exception, so that no model swallows it."""
+
+
+def parameter_groups(model: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """All parameters by canonical name: the first name, then every other name of the same parameter or of one that shares its memory."""
+    groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    first: dict[object, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        keys = [id(parameter)]
+        if parameter.numel() and parameter.layout == torch.strided:
+            keys.append((parameter.untyped_storage()._cdata, parameter.storage_offset(), tuple(parameter.shape), parameter.stride()))  # type: ignore[arg-type]
+        canonical = next((first[k] for k in keys if k in first), name)
+        for key in keys:
+            first.setdefault(key, canonical)
+        groups.setdefault(canonical, []).append((name, parameter))
+    return groups
+
+
+def is_plain_sequential(model: nn.Module) -> bool:
+    """Whether the model is an `nn.Sequential` that does nothing but call its children in turn."""
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and len(model) > 0
+
+
+class _Uses(TorchFunctionMode):
+    """Tells `note` of every tensor that an operation reads: one that gives a tensor, or a plain value of one."""
+
+    _READS = frozenset({"item", "tolist", "__bool__", "__float__", "__int__"})
+
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in self._READS or any(isinstance(r, Tensor) for r in tree_leaves(result)):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self.note(leaf)
+        return result
+
+
+class _Flops(TorchDispatchMode):
+    """Counts the operations of matrix products by torch's own formulas, and of attention on CPU, for which torch has none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.total += int(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif packet.__name__ == "_scaled_dot_product_flash_attention_for_cpu":
+            (b, h, s, d), t, v = args[0].shape, args[1].shape[-2], args[2].shape[-1]
+            self.total += 2 * b * h * s * t * (d + v)
+        return result
+
+
+class Recorder:
+    """Watches one forward pass and keeps what `Observation` holds."""
+
+    def __init__(self, model: nn.Module, blocks: tuple[str, ...], batch: Mapping[str, Tensor]) -> None:
+        self.model = model
+        self.blocks = blocks
+        self.names = {id(p): canonical for canonical, group in parameter_groups(model).items() for _, p in group}
+        held = [*model.parameters(), *model.buffers(), *batch.values()]
+        self.exempt = {t.untyped_storage()._cdata for t in held}  # memory that is there anyway
+        self.order: list[str] = []
+        self.used: dict[str, set[int]] = {}
+        self.modules: list[list[str]] = [[]]
+        self.saved: list[dict[int, int]] = [{}]
+        self.flops_at: list[int] = []
+        self.marks: list[int] = []  # sequence number of autograd at the begin of segments 1, 2, ...
+        self.crossings: list[list[tuple[int, Tensor, Tensor, int]]] = [[]]  # leaf, source, what the block got, its version then
+        self.passthrough: list[bool] = []
+        self.made: set[int] = set()  # ids of tensors that a block returned
+        self.aliases: dict[Any, int] = {}  # autograd node of an alias -> id of its source
+        self.alive: list[object] = []  # ids stay unique as long as their objects live
+        self.inside = ""
+        self.depth = 0
+        self.flops = _Flops()
+
+    @property
+    def segment(self) -> int:
+        return len(self.marks)
+
+    def run(self, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], rows: int) -> Observation:
+        """Call the model and tell what happened."""
+        state = torch.get_rng_state()
+        with ExitStack() as stack:
+            if not is_plain_sequential(self.model):
+                self._hook(stack)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t))
+            stack.enter_context(self.flops)
+            stack.enter_context(_Uses(self._note))
+            output = self._call_children(args[0]) if is_plain_sequential(self.model) and self.blocks else self.model(*args, **kwargs)
+        missing = [b for b in self.blocks if b not in self.order]
+        if missing:
+            raise NotAChain(f"{missing[0]} was not called" + (f", nor were {len(missing) - 1} others" if len(missing) > 1 else ""))
+        if not self.blocks:
+            self._begin_segment()
+        return self._observation(output, rows, random=not torch.equal(state, torch.get_rng_state()))
+
+    def _call_children(self, x: Any) -> Any:
+        for name, child in self.model._modules.items():
+            (x,), _ = self._enter(name, (x,), {})
+            x = self._leave((x,), {}, child(x) if child is not None else x)
+        return x
+
+    # --- hooks --------------------------------------------------------------------------------------------------------------------------
+
+    def _hook(self, stack: ExitStack) -> None:
+        for name, module in self.model.named_modules():
+            if name in self.blocks:
+                handles = [
+                    module.register_forward_pre_hook(lambda _, a, k, n=name: self._enter(n, a, k), with_kwargs=True),
+                    module.register_forward_hook(lambda _, a, k, out: self._leave(a, k, out), with_kwargs=True),
+                ]
+            elif self._countable(name, module):
+                handles = [
+                    module.register_forward_pre_hook(lambda *_, n=name: self._module_begins(n)),
+                    module.register_forward_hook(lambda *_: self._module_ends()),
+                ]
+            else:
+                continue
+            for handle in handles:
+                stack.callback(handle.remove)
+
+    def _countable(self, name: str, module: nn.Module) -> bool:
+        """Modules that may belong to prologue, glue or epilogue: with parameters, neither in a block nor around one."""
+        if not name or next(module.parameters(), None) is None:
+            return False
+        return not any(name.startswith(f"{b}.") or b.startswith(f"{name}.") for b in self.blocks)
+
+    def _module_begins(self, name: str) -> None:
+        if self.depth == 0 and not self.inside and name not in self.modules[-1]:
+            self.modules[-1].append(name)
+        self.depth += 1
+
+    def _module_ends(self) -> None:
+        self.depth -= 1
+
+    def _note(self, tensor: Tensor) -> None:
+        name = self.names.get(id(tensor))
+        if name is not None:
+            self.used.setdefault(name, set()).add(self.segment)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.exempt:
+            size = storage.nbytes() // tensor.element_size()
+            self.saved[-1][storage._cdata] = 4 * size if tensor.is_floating_point() else storage.nbytes()
+        return tensor
+
+    def _begin_segment(self) -> None:
+        self.flops_at.append(self.flops.total)
+        node: Any = torch.zeros((), requires_grad=True).view(()).grad_fn
+        self.marks.append(node._sequence_nr())
+        self.modules.append([])
+        self.saved.append({})
+        self.crossings.append([])
+
+    def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.inside:
+            raise NotAChain(f"{name} is called inside {self.inside}")
+        if name in self.order:
+            raise NotAChain(f"{name} is called more than once")
+        self.inside = name
+        self.order.append(name)
+        self._begin_segment()
+        leaves, spec = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten(self._aliased(leaves), spec)
+        return args, kwargs
+
+    def _aliased(self, leaves: list[Any]) -> list[Any]:
+        """Note what crosses; tensors that need a gradient are replaced by copies, so that autograd's graph shows who reads them here."""
+        given: dict[int, Any] = {}
+        self.alive.append(list(leaves))
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or id(leaf) in self.names or id(leaf) in given:
+                continue
+            if not leaf.requires_grad and id(leaf) not in self.made:
+                continue
+            copy = leaf.clone() if leaf.requires_grad else leaf
+            given[id(leaf)] = copy
+            if leaf.requires_grad:
+                self.aliases[copy.grad_fn] = id(leaf)
+            if id(leaf) in self.made:
+                self.made.add(id(copy))
+            self.crossings[-1].append((i, leaf, copy, copy._version))
+        return [given.get(id(leaf), leaf) for leaf in leaves]
+
+    def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        self.inside = ""
+        handed = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        leaves, spec = tree_flatten(output)
+        self.alive.append((args, kwargs, leaves))
+        self.made |= {id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in handed}
+        first = next(iter(args), None)
+        same = isinstance(output, Tensor) and isinstance(first, Tensor) and (output.shape, output.dtype) == (first.shape, first.dtype)
+        self.passthrough.append(same)
+        if len(self.order) < len(self.blocks):
+            return output
+        self._begin_segment()
+        return tree_unflatten(self._aliased(leaves), spec)
+
+    # --- what was seen --------------------------------------------------------------------------------------------------------------------
+
+    def _observation(self, output: Any, rows: int, *, random: bool) -> Observation:
+        loss = _loss(output)
+        leaks = self._leaks([loss] if loss is not None else [t for t in tree_leaves(output) if isinstance(t, Tensor)])
+        ends = [*self.flops_at, self.flops.total]
+        begins = [0, *self.flops_at]
+        segments = [
+            Segment(
+                crossings=tuple(
+                    Crossing(i, tuple(t.shape), str(t.dtype).removeprefix("torch."), source.requires_grad, t._version != version)
+                    for i, source, t, version in self.crossings[s]
+                ),
+                modules=tuple(self.modules[s]),
+                flops=ends[s] - begins[s],
+                saved=sum(self.saved[s].values()),
+                leak=leaks.get(s, ""),
+            )
+            for s in range(len(ends))
+        ]
+        used = {name: frozenset(at) for name, at in self.used.items()}
+        return Observation(rows, tuple(self.order), tuple(segments), used, tuple(self.passthrough), random, loss is not None)
+
+    def _leaks(self, roots: list[Tensor]) -> dict[int, str]:
+        """For each segment whose begin the loss reads past, and not only through what crosses: a parameter that it reaches so.
+
+        Nodes of autograd are numbered as they are made, so a number tells the segment. An edge into an earlier segment is fine exactly if it
+        starts at the alias of a tensor that crosses every boundary between.
+        """
+        carried = [{id(source) for _, source, _, _ in crossing} for crossing in self.crossings]
+        leaks: dict[int, str] = {}
+        waiting: list[Any] = [t.grad_fn for t in roots if t.grad_fn is not None]
+        visited = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            later = bisect_right(self.marks, node._sequence_nr())
+            for below, _ in node.next_functions:
+                if below is None or hasattr(below, "variable"):
+                    continue
+                source = self.aliases.get(node)
+                for s in range(bisect_right(self.marks, below._sequence_nr()) + 1, later + 1):
+                    if source not in carried[s]:
+                        leaks.setdefault(s, self._leak_text(below))
+                if below not in visited:
+                    visited.add(below)
+                    waiting.append(below)
+        return leaks
+
+    def _leak_text(self, node: Any) -> str:
+        waiting, visited = [node], {node}
+        while waiting:
+            at = waiting.pop(0)
+            variable = getattr(at, "variable", None)
+            if variable is not None and id(variable) in self.names:
+                return f"what follows also reads earlier results than those it is given (made with {self.names[id(variable)]})"
+            fresh = [n for n, _ in at.next_functions if n is not None and n not in visited]
+            visited.update(fresh)
+            waiting += fresh
+        return "what follows also reads earlier results than those it is given"
+
+
+def _loss(output: Any) -> Tensor | None:
+    """The loss in what a model returned: a scalar, or a scalar under the name `loss`."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(found, tuple) and found:
+        found = found[0]
+    return found if isinstance(found, Tensor) and found.numel() == 1 else None

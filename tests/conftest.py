@@ -18,6 +18,10 @@ settings.register_profile("pdsl", deadline=None, derandomize=True, print_blob=Tr
 settings.load_profile("pdsl")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update", action="store_true", help="write the expected output of tests/specs anew")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes for functions that need several ranks; see `tests.pool`."""

@@ -1,0 +1,90 @@
+"""From a text to everything that is wrong with it: parse, resolve, rules. All errors in one run, none caused by another; torch is never imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from attrs import frozen
+
+from pdsl.grammar import syntax
+from pdsl.grammar.diagnostics import Diagnostic, DiagnosticSink, has_errors
+from pdsl.grammar.errors import ModelError
+from pdsl.grammar.parser import parse
+from pdsl.grammar.source import Source
+from pdsl.lowering.facts import ModelFacts
+from pdsl.lowering.mesh import Mesh, build_mesh, declared_world
+from pdsl.lowering.names import Loader
+from pdsl.lowering.resolve import Resolution, resolve_file
+from pdsl.lowering.rules import run_rules
+from pdsl.lowering.rules.base import Context
+from pdsl.lowering.spec import Spec
+from pdsl.lowering.suppress import suppress
+
+__all__ = ["CheckResult", "Facts", "check", "check_resolved"]
+
+Facts = ModelFacts | Callable[[Spec], ModelFacts] | None
+"""The facts of the model, how to get them (may raise ModelError), or None to do without."""
+
+
+@frozen(eq=False)
+class CheckResult:
+    """`spec` is None if there is an error. `mesh` is None if sizes do not fit or stay open, `facts` if the model was not read."""
+
+    spec: Spec | None
+    mesh: Mesh | None
+    facts: ModelFacts | None
+    diagnostics: tuple[Diagnostic, ...]
+
+    @property
+    def sound(self) -> bool:
+        return not has_errors(self.diagnostics)
+
+
+def check(
+    source: Source,
+    *,
+    world: int | None = None,
+    overrides: Sequence[str] = (),
+    profile: str | None = None,
+    facts: Facts = None,
+    loader: Loader | None = None,
+) -> CheckResult:
+    """Check a text.
+
+    `world` is the number of ranks (by default what the cluster block declares), `overrides` are the texts of `--set`, `loader` gives the texts
+    of imported files. Never raises because of what the text says; findings are in the order of the text.
+    """
+    sink = DiagnosticSink()
+    file = parse(source, sink)
+    resolution = resolve_file(file, overrides=overrides, profile=profile, loader=loader, sink=sink)
+    return check_resolved(file, resolution, sink, world=world, facts=facts)
+
+
+def check_resolved(
+    file: syntax.File, resolution: Resolution, sink: DiagnosticSink, *, world: int | None = None, facts: Facts = None
+) -> CheckResult:
+    """The rules on what a file says, added to the findings that the sink holds already."""
+    spec = resolution.spec
+    ranks = world if world is not None else None if "cluster" in resolution.broken else declared_world(spec)
+    mesh = None if "mesh" in resolution.broken else build_mesh(spec, ranks)
+    broken = set(resolution.broken)
+    known = _facts(spec, resolution, facts, sink, broken)
+    context = Context(spec, mesh, known, ranks, frozenset(broken), resolution.unused, resolution.places)
+    found, skipped = run_rules(context)
+    sink.extend(found)
+    everything = suppress(sink.diagnostics, file.comments, skipped)
+    diagnostics = tuple(sorted(everything, key=lambda d: d.sort_key))
+    return CheckResult(None if has_errors(diagnostics) else spec, mesh, known, diagnostics)
+
+
+def _facts(spec: Spec, resolution: Resolution, facts: Facts, sink: DiagnosticSink, broken: set[str]) -> ModelFacts | None:
+    if facts is None or spec.model is None or "model" in broken:
+        return None
+    if isinstance(facts, ModelFacts):
+        return facts
+    try:
+        return facts(spec)
+    except ModelError as error:
+        sink.add(Diagnostic("PDL108", str(error), resolution.places.get("model") if spec.model.span is None else spec.model.span))
+        broken.add("model")
+        return None

@@ -1,0 +1,61 @@
+"""The rules: one class each, by family.
+
+base       what a rule is and what it may look at
+language   PDL0, PDL1: findings of the parser and the resolver, unused names
+mesh       PDL2: sizes and roles of axes
+shard      PDL3: patterns and layouts against the parameters of the model
+pipeline   PDL4: schedule and batch
+stages     PDL4: stages against the layers of the model
+general    PDL9: the check itself, and what is not executed yet
+"""
+
+from __future__ import annotations
+
+from pdsl.grammar.diagnostics import Diagnostic
+from pdsl.lowering.rules import general, language, mesh, pipeline, shard, stages
+from pdsl.lowering.rules.base import Context, Rule
+
+__all__ = ["RULES", "explain", "rule", "run_rules"]
+
+_MODULES = (language, mesh, shard, pipeline, stages, general)
+
+RULES: tuple[Rule, ...] = tuple(
+    sorted(
+        (
+            found()
+            for module in _MODULES
+            for found in vars(module).values()
+            if isinstance(found, type) and issubclass(found, Rule) and found is not Rule and found.__module__ == module.__name__
+        ),
+        key=lambda r: r.code,
+    )
+)
+"""All rules, in the order of their codes."""
+
+
+def rule(code: str) -> Rule:
+    """The rule of a code. Raises KeyError."""
+    found = next((r for r in RULES if r.code == code.upper()), None)
+    if found is None:
+        raise KeyError(code)
+    return found
+
+
+def explain(code: str) -> str:
+    """Why a rule exists: its docstring under fixed headings, with a title. Raises KeyError for an unknown code."""
+    from inspect import cleandoc  # slow to import
+
+    found = rule(code)
+    return f"{found.code} {found.name} ({found.severity.value})\n\n{cleandoc(found.__doc__ or '')}\n"
+
+
+def run_rules(context: Context) -> tuple[tuple[Diagnostic, ...], frozenset[str]]:
+    """The findings of all rules that apply, and the codes of those that were passed over because something they need is not known."""
+    found: list[Diagnostic] = []
+    skipped: set[str] = set()
+    for one in RULES:
+        if one.applies(context):
+            found += one.check(context)
+        else:
+            skipped.add(one.code)
+    return tuple(found), frozenset(skipped)

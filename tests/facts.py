@@ -1,0 +1,47 @@
+"""Facts of small models, made by hand, so that rules are tested without torch."""
+
+from __future__ import annotations
+
+from pdsl.lowering.facts import LayerFacts, LayerKind, ModelFacts, ParameterFacts
+
+__all__ = ["FACTS", "gpt_facts"]
+
+
+def gpt_facts(*, layers: int = 4, width: int = 64, vocab: int = 256, tied: bool = False, cut_before: str = "") -> ModelFacts:
+    """A decoder with embedding `tok`, blocks `layers.N`, `norm` and `head`. With `tied` the head shares the weight of the embedding."""
+    parameters: list[ParameterFacts] = []
+    chain: list[LayerFacts] = []
+
+    def parameter(name: str, shape: tuple[int, ...], layer: int, module: str = "Linear") -> str:
+        parameters.append(ParameterFacts(name, shape, "float32", True, (layer,), module))
+        return name
+
+    last = layers + 1
+    if tied:
+        parameters.append(ParameterFacts("tok.weight", (vocab, width), "float32", True, (0, last), "Embedding", ("head.weight",)))
+        chain.append(LayerFacts("tok", LayerKind.PROLOGUE, ("tok",), ("tok.weight",), 0, 4 * width))
+    else:
+        chain.append(
+            LayerFacts("tok", LayerKind.PROLOGUE, ("tok",), (parameter("tok.weight", (vocab, width), 0, "Embedding"),), 0, 4 * width)
+        )
+    for n in range(layers):
+        at = f"layers.{n}"
+        names = [parameter(f"{at}.attn.w{p}.weight", (width, width), n + 1) for p in "qkvo"]
+        names.append(parameter(f"{at}.mlp.w1.weight", (4 * width, width), n + 1))
+        names.append(parameter(f"{at}.mlp.w2.weight", (width, 4 * width), n + 1))
+        names += [parameter(f"{at}.norm{i}.weight", (width,), n + 1, "RMSNorm") for i in (1, 2)]
+        why = cut_before if n == layers - 1 else ""
+        chain.append(LayerFacts(at, LayerKind.BLOCK, (at,), tuple(names), 24 * width * width, 64 * width, cut_before=why))
+    ends = [parameter("norm.weight", (width,), last, "RMSNorm")]
+    ends.append("tok.weight" if tied else parameter("head.weight", (vocab, width), last))
+    chain.append(LayerFacts("norm", LayerKind.EPILOGUE, ("norm", "head"), tuple(ends), 2 * width * vocab, 4 * vocab))
+    return ModelFacts("pdsl.models:gpt", tuple(chain), tuple(parameters), inputs=("tokens",))
+
+
+FACTS = {
+    "gpt": gpt_facts(),
+    "gpt_tied": gpt_facts(tied=True),
+    "gpt_large_head": gpt_facts(layers=1, vocab=50_000, tied=True),
+    "gpt_uncut": gpt_facts(cut_before="a mask made in layers.2 is used here"),
+}
+"""The facts that fixtures name."""

@@ -1,0 +1,171 @@
+"""The three jobs of the step-time benchmark as a careful engineer writes them with torch alone. Nothing of PDSL's runtime is used here.
+
+- `Sharded`: FSDP2 over all ranks, `fully_shard` on each block and on the root, defaults.
+- `Piped`: two stages under torch's own 1F1B, static shapes, the model cut by hand.
+- `PipedSharded`: both, on a (pp, fsdp) mesh, with parameters kept gathered between microbatches.
+
+All use fused AdamW, drop gradients by setting them to None and report the mean loss over the global batch, one all-reduce a step that runs while
+the optimizer writes. Each takes only the rows of its own rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from _jobs import Job
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: TID251  the side that PDSL is compared with
+from torch.nn import functional as F
+
+from pdsl.models import gpt
+from pdsl.models.gpt import GPT, rotation_table
+
+__all__ = ["handwritten"]
+
+CPU = torch.device("cpu")
+
+
+def handwritten(job: Job, rank: int, store: dist.Store) -> Handwritten:
+    """The job's torch side for one rank; makes torch's WORLD over all its ranks."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=timedelta(seconds=60))
+    kinds: dict[str, type[Handwritten]] = {"fsdp": Sharded, "pp": Piped, "pp+fsdp": PipedSharded}
+    return kinds[job.case](job, rank)
+
+
+class Handwritten:
+    """What the three have in common: optimizer, loss, the step."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+        torch.manual_seed(job.seed)
+        module = self.build(gpt(**job.model))
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=job.rate, weight_decay=job.decay, fused=True)
+
+    def build(self, model: GPT) -> nn.Module:
+        raise NotImplementedError
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """This rank's rows of a global batch."""
+        raise NotImplementedError
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Gradients of one step; this rank's share of the loss of the step, a scalar."""
+        raise NotImplementedError
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """One step on this rank's rows: the loss over the global batch, the same on all ranks."""
+        loss = self.forward_backward(tokens, targets)
+        work = dist.all_reduce(loss, async_op=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        work.wait()
+        return loss.item()
+
+
+class Sharded(Handwritten):
+    def build(self, model: GPT) -> nn.Module:
+        for block in model.layers:
+            fully_shard(block)
+        self.model = fully_shard(model)
+        return model
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        return tokens.chunk(self.job.ranks)[self.rank].contiguous()
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = self.model(tokens, targets)
+        loss.backward()
+        return loss.detach() / self.job.ranks
+
+
+class FirstStage(nn.Module):
+    """Embedding and the first blocks."""
+
+    def __init__(self, model: GPT, cut: int) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        self.tok_embeddings, self.layers = model.tok_embeddings, model.layers[:cut]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        rotation = rotation_table(tokens.shape[1], self.head_dim, tokens.device)
+        for layer in self.layers:
+            x = layer(x, rotation)
+        return x
+
+
+class LastStage(nn.Module):
+    """The other blocks, norm and projection."""
+
+    def __init__(self, model: GPT, cut: int) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        self.layers, self.norm, self.output = model.layers[cut:], model.norm, model.output
+
+    def forward(self, x: Tensor) -> Tensor:
+        rotation = rotation_table(x.shape[1], self.head_dim, x.device)
+        for layer in self.layers:
+            x = layer(x, rotation)
+        return self.output(self.norm(x))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Piped(Handwritten):
+    def build(self, model: GPT) -> nn.Module:
+        job = self.job
+        self.make_mesh()
+        first = self.stage == 0
+        module = FirstStage(model, job.cut) if first else LastStage(model, job.cut)
+        self.shard(module)
+        width, context, vocabulary = job.model["width"], job.model["context"], model.output.out_features
+        batch = job.batch // job.microbatches // self.shards
+        tokens = torch.empty(batch, context, dtype=torch.int64, device="meta")
+        hidden = torch.empty(batch, context, width, device="meta", requires_grad=True)
+        logits = torch.empty(batch, context, vocabulary, device="meta")
+        stage = PipelineStage(
+            module, self.stage, 2, CPU, input_args=tokens if first else hidden, output_args=hidden if first else logits, group=self.pipeline
+        )
+        self.schedule = Schedule1F1B(stage, job.microbatches, loss_fn=cross_entropy)
+        return module
+
+    def make_mesh(self) -> None:
+        self.stage, self.shard_at, self.shards = self.rank, 0, 1
+        self.pipeline: dist.ProcessGroup | None = None
+
+    def shard(self, module: FirstStage | LastStage) -> None:
+        """Nothing to shard."""
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        # each microbatch is split over the shards, as PDSL does it, so that both see the same rows in the same sums
+        microbatches = tokens.chunk(self.job.microbatches)
+        return torch.cat([m.chunk(self.shards)[self.shard_at] for m in microbatches])
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.stage == 0:
+            self.schedule.step(tokens, return_outputs=False)
+            return torch.zeros(())
+        losses: list[Tensor] = []
+        self.schedule.step(target=targets, losses=losses, return_outputs=False)
+        return torch.stack(losses).mean() / self.shards
+
+
+class PipedSharded(Piped):
+    def make_mesh(self) -> None:
+        self.shards = self.job.ranks // 2
+        self.mesh = init_device_mesh("cpu", (2, self.shards), mesh_dim_names=("pp", "fsdp"))
+        self.stage, self.shard_at = self.mesh.get_local_rank("pp"), self.mesh.get_local_rank("fsdp")
+        self.pipeline = self.mesh.get_group("pp")
+
+    def shard(self, module: FirstStage | LastStage) -> None:
+        wrap: Callable[[nn.Module], object] = lambda m: fully_shard(m, mesh=self.mesh["fsdp"], reshard_after_forward=False)  # noqa: E731
+        for layer in module.layers:
+            wrap(layer)
+        wrap(module)

@@ -40,13 +40,17 @@ class Evaluator:
     leaf: Callable[[str], Evaluated | None] = field(default=lambda _: None)
     lenient: bool = False
     _depth: list[None] = field(factory=list, init=False)
+    _too_deep: list[None] = field(factory=list, init=False)
 
     # --- expressions ------------------------------------------------------------------------------------------------------------------------
 
     def evaluate(self, node: syntax.Expression, scope: Scope, words: Collection[str] = ()) -> Evaluated:
         """The value of an expression. A bare name among `words` stands for itself, as a string."""
         if len(self._depth) >= _DEEPEST:
-            return self._fail("PDL102", f"nested more than {_DEEPEST} deep", node.span)
+            if not self._too_deep:  # the other operands on the way out would only repeat it
+                self._fail("PDL102", f"nested more than {_DEEPEST} deep", node.span)
+            self._too_deep.append(None)
+            return UNKNOWN
         self._depth.append(None)
         try:
             return self._evaluate(node, scope, words)
@@ -181,7 +185,7 @@ class Evaluator:
         return UNKNOWN
 
     def _unknown(self, name: syntax.Name, scope: Scope, words: tuple[str, ...]) -> Evaluated:
-        if self.lenient and not words:
+        if self.lenient:
             return UNKNOWN
         names = tuple(scope.bindings)
         meant = near(name.text, (*words, *names))

@@ -157,7 +157,7 @@ class KeyReader:
         keywords: list[tuple[str, Value]] = []
         for k in info.keywords:
             path = f"{leaf.path}.{k.name}"
-            value = self._keyword(path, k, given, call)
+            value = self._keyword(path, k, given, call, info)
             self.values[path] = value
             if isinstance(value, Unknown):
                 sound = False
@@ -173,11 +173,11 @@ class KeyReader:
         return CallValue(info.name, positional, tuple(keywords), call.callee.span) if sound else UNKNOWN
 
     def _keyword(
-        self, path: str, key: KeyInfo, given: dict[str, tuple[syntax.Expression, Origin, Span]], call: syntax.Call
+        self, path: str, key: KeyInfo, given: dict[str, tuple[syntax.Expression, Origin, Span]], call: syntax.Call, info: CallInfo
     ) -> Value | Unknown:
         if key.name not in given:
-            if path in self.leaves.misspelt:
-                return UNKNOWN
+            if path in self.leaves.misspelt or any(a.name is None for a in call.arguments[len(info.positional) :]):
+                return UNKNOWN  # it was probably written, under another name or without one
             if key.required:
                 self._report(
                     "PDL106", f"{call.callee.text} needs {key.name}", call.callee.span, f"{call.callee.text}({key.name} = {_example(key)})"

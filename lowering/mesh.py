@@ -15,7 +15,7 @@ from itertools import islice, product
 from attrs import frozen
 
 from pdsl.grammar.source import Span
-from pdsl.lowering.plan import Coordinate, MeshAxis
+from pdsl.lowering.places import Coordinate, MeshAxis
 from pdsl.lowering.spec import AxisSpec, LayoutCall, Rest, SizeRange, Spec
 
 __all__ = ["PIPELINE", "REPLICA", "SHARD", "TENSOR", "AxisUse", "Mesh", "axis_uses", "build_mesh", "declared_world", "solve_sizes"]

@@ -13,21 +13,13 @@ from functools import cached_property
 from attrs import field, frozen
 
 from pdsl.lowering.facts import ModelFacts
+from pdsl.lowering.places import Coordinate, MeshAxis
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.spec import CallValue, Value
 
 __all__ = ["PLAN_VERSION", "Coordinate", "Job", "MeshAxis", "ParameterLayout", "Pipeline", "Plan", "StageCut", "Template"]
 
 PLAN_VERSION = 1
-
-
-@frozen
-class MeshAxis:
-    """One axis with its final size and its role: `pipeline`, `replica`, `shard` or `tensor`."""
-
-    name: str
-    size: int
-    role: str
 
 
 @frozen
@@ -71,16 +63,6 @@ class Pipeline:
     template: int
     islands: tuple[tuple[int, ...], ...]
     microbatches: tuple[int, ...]
-
-
-@frozen
-class Coordinate:
-    """Where a rank stands: pipeline, position in it, shard and tensor coordinate in its island."""
-
-    pipeline: int
-    position: int
-    shard: int
-    tensor: int
 
 
 @frozen

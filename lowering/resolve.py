@@ -44,7 +44,6 @@ from pdsl.lowering.values import UNKNOWN, Evaluated, Unknown, ValueProblem, comp
 
 __all__ = ["Resolution", "resolve", "resolve_file"]
 
-_EDITION = 1
 _LINKS = ("intra", "inter")
 
 
@@ -88,30 +87,19 @@ class _Resolver:
         self.reader = KeyReader(leaves, scope, self.evaluator, sink, broken=leaves.broken)
 
     def run(self, overrides: Sequence[str], profile: str | None) -> Resolution:
-        self._editions()
         override(self.leaves, self.scope, self._profile(profile), self.sink)
         settings = [parse_setting(text, self.sink) for text in overrides]
         override(self.leaves, self.scope, [s for s in settings if s is not None], self.sink)
+        for name, binding in self.scope.bindings.items():  # in the order of the text, so that long chains of names do not nest
+            self._settle(name, binding)
         spec = self._spec()
         for item in self.file.items:
             if isinstance(item, syntax.Assert):
                 self._assert(item)
-        for name, binding in self.scope.bindings.items():
-            self._settle(name, binding)
         unused = () if self.file.damaged else self.scope.unused()
         return Resolution(spec, frozenset(self.reader.broken), unused, self._places())
 
     # --- before the values ------------------------------------------------------------------------------------------------------------------
-
-    def _editions(self) -> None:
-        editions = [item for item in self.file.items if isinstance(item, syntax.Edition)]
-        for edition in editions[1:]:
-            self._report("PDL107", "the edition is written twice", edition.span)
-        for edition in editions[:1]:
-            if edition.number.value != _EDITION or edition.number.unit:
-                self._report(
-                    "PDL102", f"edition {edition.number.span.text} is unknown", edition.number.span, f"this version reads pdsl {_EDITION}"
-                )
 
     def _profile(self, wanted: str | None) -> list[Setting]:
         profiles: dict[str, syntax.Profile] = {}

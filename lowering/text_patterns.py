@@ -22,7 +22,11 @@ def pattern(node: syntax.String, evaluator: Evaluator, scope: Scope) -> Pattern 
     names: dict[str, int] = {}
     for bracket in _BRACKETS.finditer(node.text):
         for name in _NAME.findall(bracket[1]):
-            if name not in scope.bindings or name in names:
+            if name in names:
+                continue
+            if name not in scope.bindings:
+                if evaluator.lenient:
+                    return None
                 continue
             value = evaluator.number(syntax.Path((syntax.Name(name, node.span),), node.span), scope)
             if value is None:

@@ -40,6 +40,14 @@ def _fitting(context: Context, counts: tuple[int, ...]) -> tuple[int, ...]:
     return fits or counts
 
 
+def _accepted(context: Context, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The counts that the schedule can run; all of them if it can run none, or is not executed yet."""
+    family, pipeline = _family(context), context.spec.pipeline
+    if family is None or pipeline is None:
+        return counts
+    return tuple(n for n in counts if family.accepts(context.positions, n, pipeline.virtual) is None) or counts
+
+
 class MicrobatchesAgainstSchedule(Rule):
     """What it does
         Checks that the schedule can run the count of microbatches on the stages of the pipeline.
@@ -181,7 +189,7 @@ class BatchNotDivisible(Rule):
                 else f"a batch of {samples} samples"
             )
             tail = f"{m} microbatches do not divide" if over else f"does not divide into {m} microbatches"
-            counts = divisors(samples)
+            counts = _accepted(context, divisors(samples))
             told = listed(counts if len(counts) <= 12 else (*counts[:11], "..."), "or")
             yield self.report(
                 f"{each} {tail}: {samples} % {m} = {samples % m}",

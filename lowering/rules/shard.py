@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from pdsl.grammar.diagnostics import Diagnostic, Label, Severity
 from pdsl.grammar.patterns import Pattern
 from pdsl.lowering.facts import ModelFacts, ParameterFacts
-from pdsl.lowering.layouts import tensor_dim
 from pdsl.lowering.rules.base import Context, Rule, listed, plural, quoted
 from pdsl.lowering.rules.mesh import divisors, factors
 from pdsl.lowering.spec import LayoutCall, LayoutSlots, LayoutTerm, ShardRule
@@ -247,6 +246,8 @@ def _splits(term: LayoutTerm, p: ParameterFacts) -> Iterator[tuple[int, tuple[st
     if isinstance(term, LayoutSlots):
         yield from ((dim, axes) for dim, axes in enumerate(term.slots) if axes and dim < len(p.shape))
         return
+    from pdsl.lowering.layouts import tensor_dim  # loads the plan, which a check without model does not need
+
     dim = tensor_dim(term, p) if term.name in _TENSOR_STYLES and p.module in _STYLED_MODULES else None
     if dim is not None and dim < len(p.shape):
         yield dim, term.axes

@@ -24,21 +24,13 @@ import torch.distributed as dist
 
 from pdsl.lowering.plan import Plan
 from pdsl.runtime import train, verify
+from pdsl.runtime.launch import outcome_of
 
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
 
 _TASKS: dict[str, Callable[..., Any]] = {"train": train.train_rank, "verify": verify.verify_rank}
-
-_PEER_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "Connection refused",
-    "recvValue failed",
-)
 
 
 def main() -> int:
@@ -155,15 +147,8 @@ def _rank(plan: Plan, rank: int, port: int, ready: int, job: dict[str, Any], lis
 
 
 def _write_outcome(path: Path, error: BaseException) -> None:
-    text = str(error).strip() or type(error).__name__
-    outcome = {
-        "type": type(error).__name__,
-        "message": text,
-        "follows": any(sign in text for sign in _PEER_GONE),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(outcome))
+    partial.write_text(json.dumps(outcome_of(error)))
     partial.rename(path)
 
 

@@ -15,8 +15,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +27,16 @@ from attrs import frozen
 from pdsl.grammar.errors import RankError, RunError
 from pdsl.lowering.plan import Plan
 
-__all__ = ["Membership", "join", "launch", "membership"]
+__all__ = ["Membership", "join", "launch", "membership", "one_voice", "outcome_of"]
+
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Connection refused",
+    "recvValue failed",
+)
 
 _GRACE = 2.0  # seconds in which the rank that failed by itself must have told so, after a follower did
 
@@ -59,6 +69,45 @@ def join(plan: Plan, member: Membership, timeout: float = 300.0) -> Any:
         raise RunError(f"torchrun started {member.world_size} processes, the plan needs {plan.world_size}")
     store, _, _ = next(dist.rendezvous("env://", member.rank, member.world_size, timeout=timedelta(seconds=timeout)))
     return dist.PrefixStore("pdsl", store)
+
+
+@contextmanager
+def one_voice(store: Any, rank: int) -> Iterator[None]:
+    """Around the work of one rank under torchrun: the first rank that fails for a reason of its own says so, those that follow it end in silence.
+
+    Raises RankError, or SystemExit in the ranks that have nothing to add.
+    """
+    try:
+        yield
+    except Exception as error:
+        outcome = outcome_of(error)
+        first = store.compare_set("failure", "", str(rank)).decode() if not outcome["follows"] else _first_failure(store)
+        if first != str(rank):
+            raise SystemExit(1) from None
+        raise RankError(rank, _reason(outcome), outcome["traceback"]) from error
+
+
+def _first_failure(store: Any) -> str:
+    """The rank that failed first by itself, waited for a moment; empty if none says so."""
+    import torch.distributed as dist
+
+    try:
+        store.wait(["failure"], timedelta(seconds=_GRACE))
+    except dist.DistStoreError:
+        return ""
+    found: str = store.get("failure").decode()
+    return found
+
+
+def outcome_of(error: BaseException) -> dict[str, Any]:
+    """An error as plain data. `follows` tells that this rank only lost a peer."""
+    text = str(error).strip() or type(error).__name__
+    return {
+        "type": type(error).__name__,
+        "message": text,
+        "follows": any(sign in text for sign in _PEER_GONE),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
 
 
 def launch(

@@ -29,7 +29,7 @@ from pdsl.runtime.groups import Groups, device_of
 from pdsl.runtime.objective import make_objective
 from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory, rate_at
 from pdsl.runtime.rows import Batch, rank_rows, row_hash, split_batch
-from pdsl.runtime.shard import apply_tensor_parallel, shard_layers
+from pdsl.runtime.shard import apply_tensor_parallel, live_names, shard_layers
 from pdsl.runtime.stage import StageRunner
 
 __all__ = ["Session", "StepResult", "require_executable"]
@@ -70,7 +70,7 @@ class Session:
         local_rank: int | None = None,
         model: nn.Module | Callable[..., nn.Module] | None = None,
         optimizer: OptimizerFactory | None = None,
-        timeout: float = 300.0,
+        timeout: float = 60.0,
     ) -> None:
         if store is None and plan.world_size > 1:
             raise RunError(f"a plan of {plan.world_size} ranks needs a store through which they meet")
@@ -84,15 +84,16 @@ class Session:
         owned = owned_parameters(plan, rank)
         self.model = build(plan, {p.name for p in owned}, self.device, model=model)
         self.model.train()
+        names = live_names(self.model, plan, rank)
         self.groups = Groups(plan, self._program, store, self.device, timedelta(seconds=timeout))
         mesh = self.groups.mesh
         if mesh is not None and plan.tensor_size > 1:
-            apply_tensor_parallel(self.model, plan, rank, mesh)
+            apply_tensor_parallel(self.model, plan, rank, mesh, names)
         stages = plan.template(plan.coordinate(rank).pipeline).stages
         runner = StageRunner(self.model, plan.facts, {s: (stages[s].start, stages[s].stop) for s in plan.stages_of(rank)})
-        units = shard_layers(runner, self.model, plan, rank, mesh) if mesh is not None and plan.shard_size > 1 else None
-        named = dict(self.model.named_parameters())
-        self.parameters = {p.name: named[p.name] for p in owned if p.trainable}
+        units = shard_layers(runner, self.model, plan, rank, mesh, names) if mesh is not None and plan.shard_size > 1 else None
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        self.parameters = {p.name: named[names[p.name]] for p in owned if p.trainable}
         self._reducer = Reducer(plan, self._program, self.parameters, self.groups)
         self._optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer)
         self._objective = make_objective(plan.job)

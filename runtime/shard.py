@@ -6,6 +6,8 @@ the microbatches of a pipeline step; only the last backward of a stage reshards 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -16,10 +18,34 @@ from pdsl.grammar.errors import RunError
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import ParameterLayout, Plan
 
-__all__ = ["Units", "apply_tensor_parallel", "shard_layers"]
+__all__ = ["Units", "apply_tensor_parallel", "live_names", "shard_layers"]
 
 
-def apply_tensor_parallel(model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh) -> None:
+def live_names(model: nn.Module, plan: Plan, rank: int) -> dict[str, str]:
+    """For each owned parameter (by canonical name) the name under which this rank's layers use it.
+
+    A tied parameter has a second name in a module that may belong to another rank; there it is put on the meta device, so that sharding the
+    one end does not meet the other.
+    """
+    stages = plan.template(plan.coordinate(rank).pipeline).stages
+    layers = [plan.facts.layers[i] for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)]
+    modules = tuple(f"{m}." for layer in layers for m in layer.modules)
+    found = {}
+    for p in owned_parameters(plan, rank):
+        names = (p.name, *p.aliases)
+        used = [n for n in names if n.startswith(modules)] or [p.name]
+        found[p.name] = used[0]
+        for name in names:
+            if name in used:
+                continue
+            owner, _, leaf = name.rpartition(".")
+            whole = model.get_submodule(owner)._parameters[leaf]
+            if whole is not None:
+                model.get_submodule(owner)._parameters[leaf] = nn.Parameter(whole.detach().to("meta"), requires_grad=whole.requires_grad)
+    return found
+
+
+def apply_tensor_parallel(model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh, names: Mapping[str, str]) -> None:
     """Split the owned modules whose layouts name the tensor axis, in place.
 
     `colwise` and `rowwise` are the two halves of a pair and leave the tensor between them split; a layout in slots (`[tp, _]`) says only
@@ -27,7 +53,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, rank: int, mesh: DeviceM
     """
     for p in owned_parameters(plan, rank):
         layout = plan.layout(p.name)
-        module, _, leaf = p.name.rpartition(".")
+        module, _, leaf = names[p.name].rpartition(".")
         if layout.tensor_dim is None or leaf == "bias":
             continue  # a bias goes with the weight of its module
         parallelize_module(model.get_submodule(module), mesh["tensor"], _style(layout, p.module, p.name))
@@ -84,15 +110,15 @@ class Units:
         unit.set_reshard_after_backward(last or self._reshard, recurse=False)
 
 
-def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh) -> Units:
+def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh, names: Mapping[str, str]) -> Units:
     """Wrap each owned layer of `model` as one FSDP2 unit, and `root`, the module whose forward runs a stage, around them.
 
     Layers that share a parameter within a rank go into the root's unit, since a parameter can only belong to one. Parameters that are not
     sharded, or live elsewhere, are left alone.
     """
-    named = dict(model.named_parameters())
-    sharded = {p.name for p in owned_parameters(plan, rank) if plan.layout(p.name).sharded}
-    ignored = {p for name, p in named.items() if name not in sharded}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    sharded = {named[names[p.name]] for p in owned_parameters(plan, rank) if plan.layout(p.name).sharded}
+    ignored = {p for p in named.values() if p not in sharded}
     stages = plan.template(plan.coordinate(rank).pipeline).stages
     owned_layers = [i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)]
     shared = _layers_with_shared_parameters(plan, owned_layers)

@@ -2,6 +2,10 @@
 
 The oracle knows nothing of stages, groups or microbatches: it builds the whole model, takes the whole batch at once, calls backward once. The
 ranks give the boxes they hold; the boxes are put together and compared by parameter.
+
+Adam divides a gradient by its own size, so where a gradient is almost zero the last bit of its rounding becomes a step as large as any other. Two
+correct runs therefore drift apart, one process against itself with another order of sums too. So each step is compared by itself: the oracle
+computes loss and gradients at the ranks' own weights, and updates them with the ranks' own gradients; nothing is left to amplify.
 """
 
 from __future__ import annotations
@@ -59,12 +63,12 @@ class VerifyReport:
 
 @frozen
 class Trace:
-    """What happened over a few steps: losses and norms, every gradient of every step before clipping, the weights at the end."""
+    """What happened over a few steps: losses and norms, every gradient of every step before clipping, the weights after every step."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     gradients: tuple[Mapping[str, torch.Tensor], ...]
-    weights: Mapping[str, torch.Tensor]
+    weights: tuple[Mapping[str, torch.Tensor], ...]
 
 
 def verify_rank(plan: Plan, rank: int, store: dist.Store | None, *, steps: int, local_rank: int | None = None) -> dict[str, Any]:
@@ -72,13 +76,14 @@ def verify_rank(plan: Plan, rank: int, store: dist.Store | None, *, steps: int, 
     require_executable(plan)
     dataset = make_dataset(plan)
     kept: list[dict[str, torch.Tensor]] = []
+    weights: list[dict[str, torch.Tensor]] = []
     results = []
     with Session(plan, rank, store, local_rank=local_rank) as session:
         session.on_gradients = lambda grads: kept.append({n: g.detach().cpu().clone() for n, g in grads.items()})
         for step in range(steps):
             order = step_indices(plan.job.seed, step, len(dataset), plan.job.batch)
             results.append(session.step(read_rows(dataset, order), order))
-        weights = {n: t.detach().cpu().clone() for n, t in session.weights.items()}
+            weights.append({n: t.detach().cpu().clone() for n, t in session.weights.items()})
     return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "gradients": kept, "weights": weights}
 
 
@@ -90,7 +95,7 @@ def assemble(plan: Plan, ranks: list[dict[str, Any]]) -> Trace:
             raise RunError(f"rank {rank} reports another loss or norm than rank 0: {result['losses']} and {first['losses']}")
     steps = len(first["losses"])
     gradients = tuple(_whole(plan, [r["gradients"][s] for r in ranks]) for s in range(steps))
-    weights = _whole(plan, [r["weights"] for r in ranks])
+    weights = tuple(_whole(plan, [r["weights"][s] for r in ranks]) for s in range(steps))
     return Trace(tuple(first["losses"]), tuple(first["norms"]), gradients, weights)
 
 
@@ -113,37 +118,57 @@ def _whole(plan: Plan, ranks: list[Mapping[str, torch.Tensor]]) -> dict[str, tor
     return found
 
 
-def oracle(plan: Plan, steps: int, model: nn.Module | None = None, batches: list[Mapping[str, torch.Tensor]] | None = None) -> Trace:
-    """The same steps in this process with plain torch: one model, whole batches, one backward a step."""
-    job = plan.job
-    if model is None:
-        model = build(plan, {p.name for p in plan.facts.parameters}, torch.device("cpu"))
+def oracle(plan: Plan, ranks: Trace) -> Trace:
+    """The same steps in this process with plain torch: one model, whole batches, one backward a step.
+
+    Each step begins at the weights that the ranks had (the first at the model's own seeded build) and is updated with the ranks' gradients.
+    """
+    job, steps = plan.job, len(ranks.losses)
+    model = build(plan, {p.name for p in plan.facts.parameters}, torch.device("cpu"))
     model.train()
     objective = make_objective(job)
-    dataset: Any = make_dataset(plan) if batches is None else ()
+    dataset = make_dataset(plan)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(job.optimizer, named.values())
     base = [g["lr"] for g in optimizer.param_groups]
-    losses, norms, gradients = [], [], []
+    losses, norms, gradients, weights = [], [], [], []
     for step in range(steps):
-        batch = batches[step] if batches is not None else read_rows(dataset, step_indices(job.seed, step, len(dataset), job.batch))
+        batch = read_rows(dataset, step_indices(job.seed, step, len(dataset), job.batch))
         optimizer.zero_grad()
-        output = model(next(iter(batch.values()))) if plan.facts.sequential else model(**{n: batch[n] for n in plan.facts.inputs})
+        single = plan.facts.sequential or len(plan.facts.inputs) == 0
+        output = model(next(iter(batch.values()))) if single else model(**{n: batch[n] for n in plan.facts.inputs})
         weighted = objective(output, batch, job.batch, job.batch)
         loss = weighted.loss / token_count(batch) if objective.over_tokens else weighted.loss
         loss.backward()
         gradients.append({n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None})
-        norm = torch.nn.utils.clip_grad_norm_(named.values(), job.clip if job.clip is not None else float("inf"))
-        for group, rate in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = rate * rate_at(job.rate, step, job.steps)
-        optimizer.step()
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in named.values() if p.grad is not None])))
+        _update(named, ranks.gradients[step], optimizer, [r * rate_at(job.rate, step, job.steps) for r in base], job.clip)
         losses.append(float(loss.detach()))
-        norms.append(float(norm))
-    return Trace(tuple(losses), tuple(norms), tuple(gradients), {n: p.detach().clone() for n, p in named.items()})
+        weights.append({n: p.detach().clone() for n, p in named.items()})
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(ranks.weights[step].get(name, parameter))
+    return Trace(tuple(losses), tuple(norms), tuple(gradients), tuple(weights))
+
+
+def _update(
+    named: Mapping[str, nn.Parameter],
+    gradients: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    rates: list[float],
+    clip: float | None,
+) -> None:
+    for name, parameter in named.items():
+        parameter.grad = gradients[name].clone() if name in gradients else None
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(named.values(), clip)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.step()
 
 
 def compare(ours: Trace, theirs: Trace, tolerance: float) -> VerifyReport:
-    """Every loss, norm, gradient and final weight against the oracle's, by relative distance.
+    """Every loss, norm, gradient and weight of every step against the oracle's, by relative distance.
 
     A parameter that one side knows and the other does not is infinitely far. A gradient that is zero up to rounding on both sides (below 1e-7 of
     the global norm) counts as equal: its direction is noise.
@@ -154,7 +179,7 @@ def compare(ours: Trace, theirs: Trace, tolerance: float) -> VerifyReport:
         found.append(Deviation("gradient norm", step, _scalar(ours.norms[step], theirs.norms[step]), theirs.norms[step]))
         floor = 1e-7 * theirs.norms[step]
         found += _tensors("gradient", step, ours.gradients[step], theirs.gradients[step], floor)
-    found += _tensors("weight", len(ours.losses), ours.weights, theirs.weights, 0.0)
+        found += _tensors("weight", step, ours.weights[step], theirs.weights[step], 0.0)
     found.sort(key=lambda d: -d.relative if d.relative == d.relative else float("-inf"))
     return VerifyReport(len(ours.losses), tolerance, tuple(found), ours.losses, theirs.losses)
 

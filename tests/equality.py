@@ -44,7 +44,9 @@ def tensor_rules(tail: str = "") -> str:
 TENSOR = tensor_rules()
 
 
-def spec_text(axes: dict[str, int], shard: str, *, schedule: str = "", accumulate: int = 1, batch: int = 16, train: str = "", model: str = "") -> str:
+def spec_text(
+    axes: dict[str, int], shard: str, *, schedule: str = "", accumulate: int = 1, batch: int = 16, train: str = "", model: str = ""
+) -> str:
     """A spec of the small GPT."""
     mesh = "\n".join(f"  axis {name} = {size}" for name, size in axes.items())
     pipeline = f"pipeline over pp {{ schedule = {schedule} }}" if schedule else ""
@@ -62,7 +64,7 @@ train {{
   batch = {batch}
   steps = 10
   accumulate = {accumulate}
-  optimizer = adamw(lr = 1e-3)
+  optimizer = adamw(lr = 1e-3, eps = 1e-4)
   seed = 11
   {train}
 }}
@@ -84,7 +86,7 @@ def one_process(seed: int, batch: int, steps: int = STEPS, *, clip: float | None
         torch.manual_seed(seed)
         net = gpt(**{**MODEL, **model})
     data = python_source(context=16, limit=20000)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, eps=1e-4)
     found: dict[str, Any] = {"losses": [], "gradients": [], "norms": []}
     for step in range(steps):
         rows = data.rows(step_indices(seed, step, len(data), batch))
@@ -108,7 +110,7 @@ def check_against_one_process(pool: Pool, plan: Plan, expected: dict[str, Any], 
     assert _close(ours.norms, expected["norms"])
     for step in range(steps):
         _same_tensors(ours.gradients[step], expected["gradients"][step], f"gradient in step {step}")
-    _same_tensors(ours.weights, expected["weights"], "weight")
+    _same_tensors(ours.weights[-1], expected["weights"], "weight")
 
 
 def _close(ours: Sequence[float], theirs: Sequence[float]) -> bool:

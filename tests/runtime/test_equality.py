@@ -89,6 +89,6 @@ def test_clipping_uses_one_norm_over_all_stages_and_pipelines(pool: Pool) -> Non
 
 
 def test_parameters_kept_whole_beside_sharded_ones_are_summed_over_the_shard_axis(pool: Pool) -> None:
-    shard = 'shard { "**norm*.weight" => replicate(); "**" => fsdp(fsdp) }'
+    shard = 'shard { "**.*norm.weight" => replicate(); "**" => fsdp(fsdp) }'
     text = spec_text({"pp": 2, "fsdp": 2}, shard, schedule="one_f_one_b(microbatches = 2)", batch=BATCH)
     check_against_one_process(pool, compile_text(text), reference())

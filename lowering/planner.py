@@ -11,6 +11,7 @@ from pdsl.lowering.cuts import LayerCost, cut
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.mesh import Mesh
+from pdsl.lowering.pending import pending
 from pdsl.lowering.plan import Job, MeshAxis, ParameterLayout, Pipeline, Plan, StageCut, Template
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.schedules import SCHEDULES, single
@@ -200,7 +201,7 @@ def _finish(draft: _Draft) -> Plan:
         pipelines=draft.pipelines,
         job=_job(spec),
         reshard=spec.pipeline is None,
-        pending=_pending(spec),
+        pending=tuple(f"{path}: {what}" for path, what in pending(spec)),
     )
     _check_batch(made)
     return made
@@ -229,20 +230,6 @@ def _job(spec: Spec) -> Job:
         seed=train.seed,
         directory=spec.directory,
     )
-
-
-def _pending(spec: Spec) -> tuple[str, ...]:
-    """What the spec asks for that is planned around but not executed."""
-    found = []
-    if spec.fault_budget is not None and spec.fault_budget.lose > 0:
-        found.append(
-            f"fault_budget: losing {spec.fault_budget.lose} {spec.fault_budget.unit} is not survived yet; a lost rank ends the run"
-        )
-    if spec.freeze is not None:
-        found.append("freeze: no layer is frozen yet")
-    if spec.checkpoint is not None:
-        found.append("checkpoint: nothing is saved yet")
-    return tuple(found)
 
 
 def _check_batch(made: Plan) -> None:

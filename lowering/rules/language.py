@@ -1,4 +1,4 @@
-"""The findings of the parser and the resolver, as rules to explain, and the rule on unused names: PDL0 and PDL1."""
+"""The findings of the parser and the resolver, as rules to explain, and the rule on unused names: PDL0, PDL1, PDL8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdsl.lowering.names import name_of
 from pdsl.lowering.rules.base import Context, Rule
 
 __all__ = [
-    "Assertion", "Circle", "Edition", "ImportUnreadable", "MissingValue", "ModelUnreadable", "OverrideOfNothing", "Syntax", "TypeOrUnit", "UnknownName",
+    "Assertion", "Circle", "DataUnreadable", "Edition", "ImportUnreadable", "MissingValue", "ModelUnreadable", "OverrideOfNothing", "Syntax", "TypeOrUnit", "UnknownName",
     "UnusedName", "WrittenTwice",
 ]  # fmt: skip
 
@@ -256,6 +256,27 @@ class ImportUnreadable(Rule):
 
     code = "PDL109"
     name = "import-unreadable"
+
+
+class DataUnreadable(Rule):
+    """What it does
+        Reports that the data of the `train` block cannot be found, raises, or gives rows that PDSL cannot read.
+
+    Why it is bad
+        The model is run once on the first rows to see what flows through it, and a run would fail at its first step.
+
+    Example (bad)
+        train { data = "pdsl.data:python_sauce" }
+
+    Better
+        train { data = "pdsl.data:python_source" }
+
+    Fix
+        Correct the name or the arguments; the data set gives rows that are dicts of tensors.
+    """
+
+    code = "PDL802"
+    name = "data-unreadable"
 
 
 class Assertion(Rule):

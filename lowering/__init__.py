@@ -1,6 +1,25 @@
 """Tree to programs: resolving, rules, model facts, layouts, cuts, schedules, plan, programs, cost.
 
-spec          what a file says, evaluated
-facts         what planning needs to know of a model
-plan          who holds what and who does what
+text to Spec
+    blocks                           the table of the language: every block, key and call
+    values, evaluate, coerce         exact values, expressions, what a key takes
+    names, leaves, keys              params and imports; written values and what overrides them; reading by the table
+    text_patterns, shard_rules       patterns, layouts and stages
+    resolve                          a tree to the Spec, with the origin of every value
+    spec                             what a file says, evaluated
+    mesh, places                     axes with roles, ranks and islands
+    rules, suppress, check           what is wrong with a text, in one run
+    pending                          what is planned around and not executed yet
+
+model to facts
+    facts, facts_cache               what planning needs to know of a model, kept on disk
+    probe, probe_pass, chain         reading it without weights (the only part that imports torch)
+    factory                          finding and calling what a spec names
+
+Spec and facts to programs
+    layouts, cuts, batches           how parameters lie, where layers are cut, how samples are split
+    schedule, schedules              tables of operations; schedule_check, deadlock, simulate, transfers look at them
+    plan, planner, ownership         who holds what and who does what
+    program, programs, boxes         one rank's list of actions
+    cost, serial                     what it costs; JSON
 """

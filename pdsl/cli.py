@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-__all__ = ["CLEAN", "FINDINGS", "INTERRUPTED", "USAGE", "Invocation", "arguments", "main"]
+__all__ = ["CLEAN", "FINDINGS", "INTERRUPTED", "USAGE", "Findings", "Invocation", "arguments", "main"]
 
 CLEAN, FINDINGS, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -26,11 +26,15 @@ class Invocation(Exception):
     """The command was called with something that cannot be meant: a missing file, an unknown option. Exit status 2."""
 
 
+class Findings(Exception):
+    """The spec has errors, and they have been told. Exit status 1."""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse that leaves the ending to `main` and takes no abbreviated options."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         raise Invocation(f"{message}\ntry: {self.prog} --help")
@@ -122,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except Invocation as error:
         return _say(str(error), USAGE)
+    except Findings:
+        return FINDINGS
     except BrokenPipeError:
         _silence()
         return CLEAN

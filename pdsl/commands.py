@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from pdsl.cli import CLEAN, FINDINGS, Invocation
+from pdsl.cli import CLEAN, FINDINGS, Findings, Invocation
 
 if TYPE_CHECKING:
     from pdsl.grammar.diagnostics import Diagnostic
@@ -131,8 +131,11 @@ class _Trace:
 
 
 def _plan_of(options: argparse.Namespace, trace: _Trace | None = None) -> tuple[Plan, Spec | None]:
-    """The plan of a file: of a spec, with the spec, or one that was written before. Findings go to stderr."""
-    from pdsl import api
+    """The plan of a file: of a spec, with the spec, or one that was written before. Findings go to stderr; Findings is raised if they are errors."""
+    from pdsl.grammar.diagnostics import Severity
+    from pdsl.lowering.planner import plan as plan_spec
+    from pdsl.reading import check_rules, examine
+    from pdsl.render.diagnostics import render_full
 
     source = _source(options.file)
     if source.text.lstrip().startswith("{"):
@@ -141,9 +144,14 @@ def _plan_of(options: argparse.Namespace, trace: _Trace | None = None) -> tuple[
         if trace is not None and trace.wanted:
             raise Invocation(f"{options.file} is a plan: the passes of the planner run over a spec; give the spec")
         return _read_plan(options.file, source.text), None
-    spec = api.load_source(source, overrides=options.overrides, profile=options.profile)
-    made = api.compile_spec(spec, world_size=options.world, print_after=trace)
-    return made, spec
+    found = examine(source, world=options.world, overrides=options.overrides, profile=options.profile)
+    told = [d for d in found.diagnostics if d.severity is not Severity.NOTE]
+    if told:
+        sys.stderr.write(render_full(told, 1, _terminal(sys.stderr)))
+    if found.spec is None or found.facts is None:
+        raise Findings
+    mesh = check_rules(found.spec, found.facts, options.world, None)
+    return plan_spec(found.spec, found.facts, mesh, print_after=trace), found.spec
 
 
 def _read_plan(file: str, text: str) -> Plan:
@@ -225,10 +233,10 @@ def init(options: argparse.Namespace) -> int:
 # --- files ----------------------------------------------------------------------------------------------------------------------------------
 
 
-def _terminal() -> Terminal:
+def _terminal(stream: TextIO | None = None) -> Terminal:
     from pdsl.render.terminal import Terminal
 
-    return Terminal.of(sys.stdout, os.environ)
+    return Terminal.of(stream or sys.stdout, os.environ)
 
 
 def _source(file: str) -> Source:

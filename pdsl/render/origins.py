@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdsl.grammar.patterns import Pattern
 from pdsl.grammar.source import Span
 from pdsl.lowering.spec import CallValue, OriginKind, Spec, StageSpec
 from pdsl.lowering.values import show
@@ -47,8 +48,8 @@ def value_at(spec: Spec, path: str) -> str:
         return ", ".join(s.name for s in value if isinstance(s, StageSpec)) or "balanced"
     if isinstance(value, str) and _is_word(block, key):
         return value
-    if hasattr(value, "text"):  # a pattern
-        return f'"{value.text}"'
+    if isinstance(value, Pattern):
+        return f'"{value}"'
     return show(value)
 
 

@@ -65,7 +65,13 @@ def render_plan(plan: Plan, *, spec: Spec | None = None, terminal: Terminal = PL
 def _header(plan: Plan, terminal: Terminal) -> list[str]:
     facts, job = plan.facts, plan.job
     nodes = len({plan.node(rank) for rank in range(plan.world_size)})
-    mesh = " x ".join(f"{a.name} {a.size} ({a.role})" for a in plan.axes) or "unequal pipelines"
+    axes = [f"{a.name} {a.size} ({a.role})" for a in plan.axes]
+    if len(plan.templates) > 1:
+        lengths = [str(plan.template(i).positions) for i in range(len(plan.pipelines))]
+        axes.insert(
+            0, f"{len(lengths)} pipelines of {join_list(lengths)} stages" if len(lengths) <= 6 else f"{len(lengths)} unequal pipelines"
+        )
+    mesh = " x ".join(axes) or "one rank"
     return [
         terminal.heading(f"{plan.name}: {plural(plan.world_size, 'rank')} on {plural(nodes, 'node')} ({plan.device})")
         + f"   plan {plan.hash[:16]}",

@@ -23,7 +23,7 @@ from pdsl.grammar.tables import END
 __all__ = ["CLOSERS", "MAX_DEPTH", "OPENERS", "Balanced", "balance"]
 
 MAX_DEPTH = 64
-"""Brackets may be nested so deep; the tree is walked recursively by what comes after the parser."""
+"""Brackets may be nested so deep, minus signs may be so many in a row: what comes after the parser walks the tree recursively."""
 
 OPENERS = {"_LPAR": "_RPAR", "_LSQB": "_RSQB", "_LBRACE": "_RBRACE"}
 CLOSERS = {closer: opener for opener, closer in OPENERS.items()}
@@ -83,6 +83,8 @@ class _Matching:
     lines: set[int] = field(factory=set)
     excess: int = 0
     """Open brackets beyond MAX_DEPTH; they are not tracked one by one."""
+    signs: int = 0
+    """Minus signs in a row."""
     line: int = 0
     indent: int = 0
     first: bool = False
@@ -108,7 +110,7 @@ class _Matching:
         if kind in OPENERS:
             self._open(at, token)
         elif kind in CLOSERS:
-            self._close(token)
+            self._close(at, token)
         elif kind == "_END":
             self._end(token)
         elif kind == END:
@@ -116,7 +118,8 @@ class _Matching:
                 self._unclosed(self.open[-1])
             self._emit(token)
         else:
-            self._emit(token)
+            self.signs = self.signs + 1 if kind == "MINUS" else 0
+            self._emit(token if self.signs <= MAX_DEPTH else token._replace(kind="TOO_DEEP"))
             if kind == "OPEN_STRING" and self.by_lines:
                 self._close_inside_string(token)
 
@@ -133,12 +136,12 @@ class _Matching:
         self.open.append(_Opener(token.kind, len(self.output), token, self.line, self.indent, stage))
         self._emit(token)
 
-    def _close(self, token: Token) -> None:
-        if self.excess:
+    def _close(self, at: int, token: Token) -> None:
+        if self.excess and not (self.by_lines and token.kind == "_RBRACE"):
             self.excess -= 1
             self._emit(token._replace(kind="TOO_DEEP"))
         elif token.kind == "_RBRACE":
-            self._close_brace(token)
+            self._close_brace(at, token)
         else:
             self._close_bracket(token)
 
@@ -154,9 +157,9 @@ class _Matching:
                 self._unclosed(self.open[-1])
             self._pop(token)
 
-    def _close_brace(self, token: Token) -> None:
+    def _close_brace(self, at: int, token: Token) -> None:
         inner = self._since_brace()
-        if len(inner) == len(self.open):
+        if len(inner) == len(self.open) or self._goes_on(self.open[-1 - len(inner)], at):
             self._stray(token)
             return
         for opener in inner:
@@ -166,12 +169,21 @@ class _Matching:
                 self._unclosed(self.open[-1])
         self._pop(token)
 
+    def _goes_on(self, opener: _Opener, at: int) -> bool:
+        """Whether a block of several lines goes on after a `}` that stands at the end of one of its lines, as the next line tells."""
+        if not self.by_lines or self.first or opener.line == self.line or "\n" not in self._text(self.tokens[at + 1]):
+            return False
+        following = self.tokens[at + 2]
+        indent = self._indent(following)
+        return indent > opener.indent or (indent == opener.indent and following.kind == "_RBRACE")
+
     def _since_brace(self) -> list[_Opener]:
         """What was opened after the last open brace, innermost first."""
         return list(takewhile(lambda o: o.kind != "_LBRACE", reversed(self.open)))
 
     def _pop(self, closer: Token) -> None:
         opener = self.open.pop()
+        self.excess = 0
         self.partners[opener.place] = len(self.output)
         self._emit(closer, opener.place)
 

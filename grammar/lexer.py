@@ -18,8 +18,8 @@ from pdsl.grammar.tables import END, Tables
 
 __all__ = ["ERRORS", "MAX_TOKENS", "Lexed", "Token", "tokenize"]
 
-MAX_TOKENS = 200_000
-"""A text of more tokens is not read further: a spec has a few hundred, and the time of the parser must be bounded."""
+MAX_TOKENS = 100_000
+"""A text of more tokens (or comments) is not read further: a spec has a few hundred, and the time of the parser must be bounded."""
 
 # Kinds of token that are always mistakes. The ones before `|` are tried before the grammar's terminals, the others after.
 _EARLY = {
@@ -66,6 +66,8 @@ def tokenize(source: Source, tables: Tables) -> Lexed:
                 start, stop = found.span()
                 stop = start + len(text[start:stop].rstrip("\r"))
                 comments.append(Comment(text[start:stop], Span(source, start, stop)))
+                if len(comments) >= MAX_TOKENS:
+                    return Lexed((*tokens, Token(END, stop, stop)), tuple(comments), cut=stop)
             continue
         start, stop = found.span()
         if kind == "_END" == last:

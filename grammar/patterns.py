@@ -19,8 +19,9 @@ __all__ = ["Pattern", "PatternError", "parse_pattern"]
 
 _MOST_ALTERNATIVES = 1000
 
-_RANGE = re.compile(r"\[\s*([^\]\[.]*?)\s*(?:(\.\.)\s*([^\]\[.]*?)\s*)?\]")
-_ALLOWED = re.compile(r"[A-Za-z0-9_*\-]*")
+_LONGEST = 1000
+_RANGE = re.compile(r"\[([^\]\[.]*)(?:(\.\.)([^\]\[.]*))?\]")
+_FORBIDDEN = re.compile(r"[^A-Za-z0-9_*\-]")
 
 
 class PatternError(ValueError):
@@ -43,7 +44,7 @@ class _Indices:
     high: int | None
 
     def matches(self, segment: str) -> bool:
-        if not (segment.isascii() and segment.isdigit()) or len(segment) > 18:
+        if not (segment.isascii() and segment.isdigit()) or len(segment) > 18 or (segment[0] == "0" and segment != "0"):
             return False
         at = int(segment)
         return (self.low is None or self.low <= at) and (self.high is None or at < self.high)
@@ -96,13 +97,26 @@ def parse_pattern(text: str, names: Mapping[str, int], span: Span | None = None)
     """Read a pattern. `names` are the integers that may stand in index ranges. Raises PatternError."""
     if not text:
         raise PatternError("the pattern is empty", 0)
-    rows = tuple(dict.fromkeys(_row(expanded, text, names) for expanded in _expand(text)))
+    if len(text) > _LONGEST:
+        raise PatternError(f"the pattern is longer than {_LONGEST} characters", _LONGEST)
+    rows = tuple(dict.fromkeys(_row(choice, names) for choice in _expand(text)))
     return Pattern(text, rows, span)
 
 
-def _expand(text: str) -> list[str]:
+@frozen
+class _Choice:
+    """A pattern with one alternative taken at each pair of braces, and for each of its characters (and its end) the offset in the pattern."""
+
+    text: str
+    offsets: tuple[int, ...]
+
+    def add(self, text: str, offset: int) -> _Choice:
+        return _Choice(self.text + text, (*self.offsets[: len(self.text)], *range(offset, offset + len(text) + 1)))
+
+
+def _expand(text: str) -> list[_Choice]:
     """Every choice of the braces; nesting is not part of the language."""
-    found = [""]
+    found = [_Choice("", (0,))]
     at = 0
     while at < len(text):
         opened = text.find("{", at)
@@ -110,43 +124,54 @@ def _expand(text: str) -> list[str]:
         if stray >= 0 and (opened < 0 or stray < opened):
             raise PatternError("`}` without `{`", stray)
         if opened < 0:
-            return [f + text[at:] for f in found]
+            return [f.add(text[at:], at) for f in found]
         closed = text.find("}", opened)
         if closed < 0:
             raise PatternError("`{` is never closed", opened)
-        choices = text[opened + 1 : closed].split(",")
-        if any("{" in c for c in choices):
-            raise PatternError("braces cannot be nested", opened)
-        if any(not c.strip() for c in choices):
-            raise PatternError("an alternative between braces is empty", opened)
+        choices = _alternatives(text, opened + 1, closed)
         if len(found) * len(choices) > _MOST_ALTERNATIVES:
             raise PatternError(f"the braces stand for more than {_MOST_ALTERNATIVES} patterns", opened)
-        found = [f + text[at:opened] + c.strip() for f in found for c in choices]
+        found = [f.add(text[at:opened], at).add(choice, offset) for f in found for choice, offset in choices]
         at = closed + 1
     return found
 
 
-def _row(text: str, whole: str, names: Mapping[str, int]) -> tuple[_Segment, ...]:
+def _alternatives(text: str, start: int, stop: int) -> list[tuple[str, int]]:
+    """What stands between the commas of a pair of braces, blanks removed, with its offset."""
+    found = []
+    for piece in text[start:stop].split(","):
+        if "{" in piece:
+            raise PatternError("braces cannot be nested", start + piece.index("{"))
+        if not piece.strip():
+            raise PatternError("an alternative between braces is empty", start)
+        found.append((piece.strip(), start + len(piece) - len(piece.lstrip())))
+        start += len(piece) + 1
+    return found
+
+
+def _row(choice: _Choice, names: Mapping[str, int]) -> tuple[_Segment, ...]:
     row: list[_Segment] = []
-    for part in _split(text):
-        head, bracket, _ = part.partition("[")
-        offset = max(0, whole.find(part))
-        if not head and not bracket:
-            raise PatternError("a segment is empty: two dots meet, or one stands at an end", offset)
+    start = 0
+    for part in _split(choice.text):
+        offsets = choice.offsets[start:]
+        start += len(part) + 1
+        head = part.partition("[")[0]
+        if not part:
+            raise PatternError("a segment is empty: two dots meet, or one stands at an end", offsets[0])
+        bad = _FORBIDDEN.search(head)
+        if bad is not None:
+            raise PatternError(f"{bad[0]!r} cannot stand in a pattern", offsets[bad.start()])
+        if "**" in head and head != _ANY_DEPTH:
+            raise PatternError("`**` stands for whole segments; inside one write `*`", offsets[head.index("**")])
         if head:
-            if _ALLOWED.fullmatch(head) is None:
-                bad = next(c for c in head if _ALLOWED.fullmatch(c) is None)
-                raise PatternError(f"{bad!r} cannot stand in a pattern", max(0, whole.find(bad)))
-            if "**" in head and head != _ANY_DEPTH:
-                raise PatternError("`**` stands for whole segments; inside one write `*`", offset)
             row.append(head)
-        rest = part[len(head) :]
-        while rest:
-            match = _RANGE.match(rest)
+        at = len(head)
+        while at < len(part):
+            match = _RANGE.match(part, at)
             if match is None:
-                raise PatternError("expected an index range such as [0..4], [2..] or [3]", max(0, whole.find("[")))
-            row.append(_indices(match, names, max(0, whole.find(match[0]))))
-            rest = rest[match.end() :]
+                raise PatternError("expected an index range such as [0..4], [2..] or [3]", offsets[at])
+            row.append(_indices(match, names, offsets))
+            at = match.end()
     return tuple(row)
 
 
@@ -155,24 +180,26 @@ def _split(text: str) -> list[str]:
     return re.split(r"\.(?![^\[\]]*\])", text)
 
 
-def _indices(match: re.Match[str], names: Mapping[str, int], offset: int) -> _Indices:
-    low, dots, high = match[1], match[2], match[3]
-    if not dots:
-        at = _integer(low, names, offset)
-        if at is None:
-            raise PatternError("an index range is empty: write [0..4], [2..], [..4] or [3]", offset)
-        return _Indices(at, at + 1)
-    bounds = _Indices(_integer(low, names, offset), _integer(high, names, offset))
-    if bounds.low is not None and bounds.high is not None and bounds.low >= bounds.high:
-        raise PatternError(f"the range {bounds.low}..{bounds.high} holds no index; its end does not belong to it", offset)
-    return bounds
+def _indices(match: re.Match[str], names: Mapping[str, int], offsets: tuple[int, ...]) -> _Indices:
+    low = _integer(match, 1, names, offsets)
+    if not match[2]:
+        if low is None:
+            raise PatternError("an index range is empty: write [0..4], [2..], [..4] or [3]", offsets[match.start()])
+        return _Indices(low, low + 1)
+    high = _integer(match, 3, names, offsets)
+    if low is not None and high is not None and low >= high:
+        raise PatternError(f"the range {low}..{high} holds no index; its end does not belong to it", offsets[match.start()])
+    return _Indices(low, high)
 
 
-def _integer(text: str, names: Mapping[str, int], offset: int) -> int | None:
+def _integer(match: re.Match[str], group: int, names: Mapping[str, int], offsets: tuple[int, ...]) -> int | None:
+    """One end of a range; None where it is left open."""
+    text = match[group].strip()
     if not text:
         return None
     if text.isascii() and text.isdigit() and len(text) <= 18:
         return int(text)
     if text in names:
         return names[text]
-    raise PatternError(f"{text!r} is no integer and no name of one", offset)
+    at = match.start(group) + match[group].index(text)
+    raise PatternError(f"{text!r} is no integer and no name of one", offsets[at])

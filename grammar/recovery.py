@@ -65,11 +65,12 @@ class Run:
 
     def run(self) -> None:
         """Parse to the end of the text, or until the sink is full."""
-        tokens, kind_of, source = self.tokens, self.automaton.kind, self.source
+        tokens, kind_of, source, actions = self.tokens, self.automaton.kind, self.source, self.automaton.tables.actions
         while True:
             token = tokens[self.at]
             kind = kind_of(source, token, self.states[-1])
-            before = self.states.copy()
+            # Reductions change the stack before an error shows; what was expected is told by the stack before them.
+            before = self.states.copy() if actions[self.states[-1]].get(kind, 0) < 0 else self.states
             if self._feed(token, kind):
                 if kind == END:
                     return
@@ -128,7 +129,13 @@ class Run:
             start = stop = ahead.start
         else:
             start, stop = starts[-length], stops[-1]
-            for mode, value in zip(self.automaton.modes[number], values[-length:], strict=True):
+            modes = self.automaton.modes[number]
+            parts = values[-length:]
+            if modes[0] == SPLICE:
+                children = parts[0]  # nobody else holds it, and copying would make long lists quadratic
+            elif modes[0] == KEEP:
+                children.append(parts[0])
+            for mode, value in zip(modes[1:], parts[1:], strict=True):
                 if mode == KEEP:
                     children.append(value)
                 elif mode == SPLICE:
@@ -165,7 +172,7 @@ class Run:
             in_bracket=self._bracket_around(at) is not None,
             mending=mending,
         )
-        self.suspicious = self.suspicious or self._looks_unclosed(at)
+        self.suspicious = self.suspicious or self._looks_unclosed(situation.glued or at)
         self.builder.damaged = True
         if not self._already_reported(sync):
             self.builder.sink.add(explain(situation))

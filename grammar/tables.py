@@ -99,24 +99,36 @@ def compile_tables(grammar: str) -> Tables:
     # The parse table is not part of lark's documented interface: the package is held below 2, and a test compares with lark's own parser.
     lark: Any = lark_parser(grammar)
     table = lark.parser.parser._parse_table
-    numbers = {id(rule): number for number, rule in enumerate(lark.rules)}
-    productions = tuple(
-        Production(str(rule.origin.name), tuple(str(s.name) for s in rule.expansion), bool(rule.options.expand1)) for rule in lark.rules
-    )
+    # lark numbers states and rules as its sets happen to be ordered; here the same grammar gives the same tables.
+    rules = sorted(lark.rules, key=lambda rule: (rule.origin.name, [s.name for s in rule.expansion]))
+    productions = tuple(Production(str(r.origin.name), tuple(str(s.name) for s in r.expansion), bool(r.options.expand1)) for r in rules)
+    reductions = {id(rule): -1 - number for number, rule in enumerate(rules)}
+    states = _breadth_first(table.states, table.start_states["start"])
+    numbers = {state: number for number, state in enumerate(states)}
     actions = tuple(
         {
-            str(symbol): int(argument) if action.name == "Shift" else -1 - numbers[id(argument)]
-            for symbol, (action, argument) in table.states[state].items()
+            str(symbol): numbers[argument] if action.name == "Shift" else reductions[id(argument)]
+            for symbol, (action, argument) in sorted(table.states[state].items())
         }
-        for state in range(len(table.states))
+        for state in states
     )
     name_pattern = next(t.pattern.to_regexp() for t in lark.terminals if t.name == "NAME")
     in_order = sorted(lark.terminals, key=lambda t: (-t.priority, -t.pattern.max_width, -len(t.pattern.value), t.name))
     terminals = tuple(
         Terminal(t.name, t.pattern.to_regexp(), t.pattern.value if re.fullmatch(name_pattern, t.pattern.value) else "") for t in in_order
     )
-    start, accept = table.start_states["start"], table.end_states["start"]
-    return Tables(terminals, frozenset(lark.ignore_tokens), productions, actions, start, accept)
+    return Tables(terminals, frozenset(lark.ignore_tokens), productions, actions, 0, numbers[table.end_states["start"]])
+
+
+def _breadth_first(rows: dict[int, Any], start: int) -> list[int]:
+    """The states in the order in which they are reached, symbols in alphabetical order."""
+    found, known = [start], {start}
+    for state in found:
+        for _, (action, target) in sorted(rows[state].items()):
+            if action.name == "Shift" and target not in known:
+                known.add(target)
+                found.append(target)
+    return found
 
 
 def _lark_version() -> str:

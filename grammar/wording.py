@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
+from pdsl.grammar.delimiters import MAX_DEPTH
 from pdsl.grammar.diagnostics import Diagnostic, Edit, Fix
 from pdsl.grammar.lexer import ERRORS, Token
 from pdsl.grammar.mistakes import helps, meant_word
@@ -148,7 +149,7 @@ def _say_semicolon(situation: Situation, token: Token) -> _Words:
 
 
 def _say_too_deep(situation: Situation, token: Token) -> _Words:
-    return _Words("brackets are nested more than 64 deep", "too deep")
+    return _Words(f"more than {MAX_DEPTH} brackets or signs inside each other", "too deep")
 
 
 _BY_NAME: dict[str, Callable[[Situation, Token], _Words]] = {

@@ -25,6 +25,7 @@ from pdsl.lowering.values import near, show
 
 __all__ = [
     "Reference",
+    "brief_signature",
     "call_factory",
     "describe_error",
     "module_file",
@@ -199,7 +200,7 @@ def _modules_in(folder: Path) -> Iterator[str]:
 
 def _no_attribute(reference: Reference, found: object, name: str) -> str:
     public = [n for n in dir(found) if not n.startswith("_") and callable(getattr(found, n, None))]
-    close = near(name, public)
+    close = near(name, sorted(public, key=str.swapcase))  # functions before classes
     owner = getattr(found, "__name__", type(found).__name__)
     return f'"{reference}": {owner} has no {name}' + (f"; did you mean {close}" if close else "")
 
@@ -231,8 +232,13 @@ def check_arguments(factory: Callable[..., Any], arguments: Mapping[str, object]
         known = [n for n in parameters if n not in arguments]
         close = [f"{w}: did you mean {n}" for w in wrong if (n := near(w, known))]
         hint = f" ({'; '.join(close)})" if close else ""
-        brief = signature.replace(return_annotation=inspect.Signature.empty)
-        raise ModelError(f"{name} cannot be called with these arguments: {error}{hint}; it takes {brief}") from None
+        raise ModelError(f"{name} cannot be called with these arguments: {error}{hint}; it takes {brief_signature(signature)}") from None
+
+
+def brief_signature(signature: inspect.Signature) -> str:
+    """Names and defaults, without types."""
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
 def describe_error(error: BaseException) -> str:

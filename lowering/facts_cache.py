@@ -132,11 +132,10 @@ def source_files(module: str, directory: str) -> tuple[Path, ...] | None:
         if path is None or len(files) > _MOST_FILES:
             continue
         files.setdefault(path)
-        parts = name.split(".")
-        for i in range(1, len(parts)):
-            package = module_file(".".join(parts[:i]), directory)
-            if package is not None:
-                files.setdefault(package)
+        packages = [name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)]
+        if top != "pdsl":  # the package that PDSL's own models lie in is no part of them
+            waiting += [p for p in packages if p not in seen]
+            seen.update(packages)
         resolved = path.resolve()
         if "site-packages" in resolved.parts and not resolved.is_relative_to(home):
             continue

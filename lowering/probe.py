@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pdsl.grammar.errors import ModelError
 from pdsl.lowering.chain import Observation, Structure, assemble, assemble_unrun, assemble_whole
-from pdsl.lowering.factory import call_factory, describe_error, on_path, resolve
+from pdsl.lowering.factory import brief_signature, call_factory, describe_error, on_path, resolve
 from pdsl.lowering.facts import SINGLE_INPUT, ModelFacts, ParameterFacts
 from pdsl.lowering.probe_pass import NotAChain, Recorder, is_plain_sequential, parameter_groups
 from pdsl.lowering.values import near
@@ -309,6 +309,5 @@ def _check_call(model: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str,
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        brief = signature.replace(return_annotation=inspect.Signature.empty)
         given = ", ".join(kwargs) or "one tensor"
-        raise ModelError(f"{factory}: the model's forward takes {brief} and the data gives {given}: {error}") from None
+        raise ModelError(f"{factory}: the model's forward takes {brief_signature(signature)} and the data gives {given}: {error}") from None

@@ -281,16 +281,19 @@ class Recorder:
         return leaks
 
     def _leak_text(self, node: Any) -> str:
+        """Names a parameter of the segment in which `node` was made that goes into it."""
+        text = "what follows also reads earlier results than those it is given"
+        begin = bisect_right(self.marks, node._sequence_nr())
         waiting, visited = [node], {node}
         while waiting:
-            at = waiting.pop(0)
-            variable = getattr(at, "variable", None)
-            if variable is not None and id(variable) in self.names:
-                return f"what follows also reads earlier results than those it is given (made with {self.names[id(variable)]})"
-            fresh = [n for n, _ in at.next_functions if n is not None and n not in visited]
-            visited.update(fresh)
-            waiting += fresh
-        return "what follows also reads earlier results than those it is given"
+            for below, _ in waiting.pop(0).next_functions:
+                name = self.names.get(id(getattr(below, "variable", None)))
+                if name is not None:
+                    return f"{text} (made with {name})"
+                if below is not None and below not in visited and bisect_right(self.marks, below._sequence_nr()) == begin:
+                    visited.add(below)
+                    waiting.append(below)
+        return text
 
 
 def _loss(output: Any) -> Tensor | None:

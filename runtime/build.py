@@ -2,17 +2,21 @@
 
 The factory runs twice. The first run puts every parameter on the meta device and notes in which order they are made; the second keeps those that
 are owned. What would draw random numbers for a parameter without memory draws them all the same, into scratch memory, so the numbers that follow
-are those of a plain build. A factory for which that cannot be done is run plainly, and what is not owned is dropped afterwards.
+are those of a plain build. A factory for which that cannot be done, or that looks whether its parameters have memory, is run plainly, and what is
+not owned is dropped afterwards.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -81,8 +85,10 @@ def _replayed(
         shapes = [p.shape for p in first]
         del plan
         torch.manual_seed(seed)
-        with parameters_on_meta(lambda k: k < len(keep) and keep[k], second), _DrawAnyway():  # type: ignore[no-untyped-call]
+        with parameters_on_meta(lambda k: k < len(keep) and keep[k], second), _drawing_anyway() as watch:
             model = call_factory(factory, arguments, name)
+        if watch.asked:
+            return None
     except ModelError:  # the plain build says what is wrong, if anything is
         return None
     if not isinstance(model, nn.Module) or [p.shape for p in second] != shapes:
@@ -92,23 +98,65 @@ def _replayed(
     return model if complete and all(b.device.type != "meta" for b in model.buffers()) else None
 
 
-class _DrawAnyway(TorchDispatchMode):
-    """Lets random operations on tensors without memory draw what they would have drawn."""
+@contextmanager
+def _drawing_anyway() -> Iterator[_Watch]:
+    """Within the block random operations on tensors without memory draw what they would have drawn, functions of `torch.nn.init` too."""
+    watch = _Watch()
+    names = [n for n in dir(nn.init) if n.endswith("_") and not n.startswith("__") and callable(getattr(nn.init, n))]
+    originals = {n: getattr(nn.init, n) for n in names}
+    for n, original in originals.items():
+        setattr(nn.init, n, _on_scratch(original))
+    try:
+        with watch, _DrawAnyway():  # type: ignore[no-untyped-call]
+            yield watch
+    finally:
+        for n, original in originals.items():
+            setattr(nn.init, n, original)
 
+
+def _on_scratch(initialise: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of `torch.nn.init`, run on scratch memory for a tensor that has none: some of them do nothing then, and draw nothing."""
+
+    @wraps(initialise)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensor = kwargs.get("tensor", args[0] if args else None)
+        if isinstance(tensor, Tensor) and _bare(tensor):
+            with torch.no_grad():
+                initialise(*tree_map(_scratch, args), **tree_map(_scratch, kwargs))
+            return tensor
+        return initialise(*args, **kwargs)
+
+    return run
+
+
+class _Watch(TorchFunctionMode):
+    """Notes whether anything asked if a tensor without memory is one: what it did then is not what a plain build does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.asked = self.asked or (result is True and getattr(func, "__self__", None) is Tensor.is_meta)
+        return result
+
+
+class _DrawAnyway(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        without = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "meta"]
-        if not without:
-            return func(*args, **kwargs)
-
-        def scratch(leaf: Any) -> Any:
-            bare = isinstance(leaf, Tensor) and leaf.device.type == "meta"
-            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if bare else leaf
-
-        func(*tree_map(scratch, args), **tree_map(scratch, kwargs))
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if random and any(_bare(leaf) for leaf in tree_leaves((args, kwargs))):
+            func(*tree_map(_scratch, args), **tree_map(_scratch, kwargs))
         return func(*args, **kwargs)
+
+
+def _bare(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == "meta"
+
+
+def _scratch(leaf: Any) -> Any:
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if _bare(leaf) else leaf
 
 
 def _drop(model: nn.Module, owned: Collection[str]) -> None:

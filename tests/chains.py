@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def run_split(
     """The same, with one model object a stage that has nothing but its own layers in memory."""
     bounds = [0, *cuts, len(facts.layers)]
     stages, passed = [], []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         owned = {p.name for p in facts.parameters if set(p.layers) & set(range(start, stop))}
         model = build_model(factory, arguments, seed=seed, owned=owned, name="model")
         model.train()
@@ -348,7 +349,7 @@ class ReadsItsWeights(Chain):
     def __init__(self) -> None:
         super().__init__([Plain() for _ in range(2)])
         self.rates = [r.item() for r in torch.linspace(0, 1, 2)]
-        self.norm = float(self.head.weight.norm())
+        self.norm = self.head.weight.detach().norm().item()
 
 
 def shared(blocks: int = 4) -> nn.Module:
@@ -358,7 +359,7 @@ def shared(blocks: int = 4) -> nn.Module:
 def layers(sizes: Sequence[int] = (5, 7, 7, 3)) -> nn.Sequential:
     """Linear and ReLU in turn, of different widths."""
     parts: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in itertools.pairwise(sizes):
         parts += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*parts[:-1])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def test_random_numbers_may_be_seeded_layer_by_layer_so_that_cuts_do_not_matter(
     for cuts in ((), (1,), (2, 4), (1, 2, 3, 4)):
         bounds = [0, *cuts, len(facts.layers)]
         received = ()
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             stage = StageModule(build_model(gpt, arguments, seed=5, owned=owned_by(facts, start, stop), name="gpt"), facts, start, stop)
             stage.before_layer = lambda layer: torch.manual_seed(100 + layer)
             received = stage(received, batch)

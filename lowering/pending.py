@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdsl.lowering.spec import LayoutSlots, SizeRange, Spec
+from pdsl.grammar.errors import NotExecuted
+from pdsl.lowering.spec import LayoutCall, LayoutSlots, SizeRange, Spec
 
-__all__ = ["pending"]
+__all__ = ["pending", "require_executable"]
+
+_STOPPING = ("precision.", "train.last", "memory.", "shard")
+
+
+def require_executable(pending: tuple[str, ...]) -> None:
+    """Raises NotExecuted if a run without what is pending would compute other numbers, or need other memory, than the spec says.
+
+    `pending` are the entries of `Plan.pending`. The rest (what is done about losses, freezing, saving) leaves an undisturbed run as it is.
+    """
+    stopping = [text for text in pending if text.startswith(_STOPPING)]
+    if stopping:
+        raise NotExecuted(f"the spec asks for what this version checks and plans but does not execute: {'; '.join(stopping)}")
 
 
 def pending(spec: Spec) -> Iterator[tuple[str, str]]:
@@ -32,7 +45,21 @@ def pending(spec: Spec) -> Iterator[tuple[str, str]]:
     for axis in spec.mesh.axes:
         if isinstance(axis.size, SizeRange):
             yield f"mesh.{axis.name}", f"an elastic axis ({axis.size.low} to {axis.size.high})"
+    yield from _layouts(spec)
+
+
+def _layouts(spec: Spec) -> Iterator[tuple[str, str]]:
+    if any(isinstance(t, LayoutSlots) and len({s for s in t.slots if s}) > 1 for rule in spec.shard for t in rule.terms):
+        yield "shard", "splitting one parameter along two dims"
+    used: dict[str, set[frozenset[str]]] = {"shard": set(), "tensor": set()}
     for rule in spec.shard:
-        if any(isinstance(t, LayoutSlots) and len({s for s in t.slots if s}) > 1 for t in rule.terms):
-            yield "shard", "splitting one parameter along two dims"
-            break
+        by_role: dict[str, list[frozenset[str]]] = {"shard": [], "tensor": []}
+        for term in rule.terms:
+            axes = frozenset(term.axes) if isinstance(term, LayoutCall) else frozenset(a for slot in term.slots for a in slot)
+            if axes:
+                by_role["shard" if isinstance(term, LayoutCall) and term.name == "fsdp" else "tensor"].append(axes)
+        for role, found in by_role.items():
+            used[role].update(found if len(found) == 1 else ())  # two terms of one role are an error of their own
+    for role, sets in used.items():
+        if len(sets) > 1:
+            yield "shard", f"layouts that use only some of the {role} axes {', '.join(sorted(frozenset().union(*sets)))}"

@@ -10,8 +10,8 @@ from enum import Enum
 from fractions import Fraction
 
 from attrs import field, frozen
-from pdsl.grammar.patterns import Pattern
 
+from pdsl.grammar.patterns import Pattern
 from pdsl.grammar.source import Span
 
 __all__ = [

@@ -25,6 +25,7 @@ from typing import IO, Any
 from attrs import frozen
 
 from pdsl.grammar.errors import RankError, RunError
+from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Plan
 
 __all__ = ["Membership", "join", "launch", "membership", "one_voice", "outcome_of"]
@@ -126,6 +127,7 @@ def launch(
     the rank that failed first for a reason of its own, RunError if the ranks could not be started. On KeyboardInterrupt every process is ended
     before it goes on.
     """
+    require_executable(plan.pending)
     cores = len(os.sched_getaffinity(0))
     threads = threads or max(1, cores // plan.world_size)
     if log_directory is not None:

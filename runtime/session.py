@@ -18,8 +18,9 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
-from pdsl.grammar.errors import NotExecuted, RunError
+from pdsl.grammar.errors import RunError
 from pdsl.lowering.ownership import owned_parameters
+from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.programs import program
 from pdsl.runtime.build import build
@@ -32,7 +33,7 @@ from pdsl.runtime.rows import Batch, rank_rows, row_hash, split_batch
 from pdsl.runtime.shard import apply_tensor_parallel, live_names, shard_layers
 from pdsl.runtime.stage import StageRunner
 
-__all__ = ["Session", "StepResult", "require_executable"]
+__all__ = ["Session", "StepResult"]
 
 _HASH_MASK = (1 << 63) - 1
 
@@ -72,6 +73,7 @@ class Session:
         optimizer: OptimizerFactory | None = None,
         timeout: float = 60.0,
     ) -> None:
+        require_executable(plan.pending)
         if store is None and plan.world_size > 1:
             raise RunError(f"a plan of {plan.world_size} ranks needs a store through which they meet")
         self.plan, self.rank = plan, rank
@@ -208,9 +210,3 @@ def _agree(plan: Plan, rank: int, store: dist.Store, timeout: float) -> None:
         raise RunError(
             f"rank {different[0]} holds plan {others[different[0]][:12]}, rank {rank} holds {plan.hash[:12]}: all ranks need one plan"
         )
-
-
-def require_executable(plan: Plan) -> None:
-    """Raises NotExecuted if the plan asks for what would change the numbers and is not executed."""
-    if plan.job.last == "pad":
-        raise NotExecuted("train.last = pad is checked but not executed yet; drop is")

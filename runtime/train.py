@@ -12,7 +12,7 @@ from pdsl.lowering.factory import call_factory, plain_arguments, resolve
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.report import Reporter
 from pdsl.runtime.rows import read_rows, step_indices, steps_per_epoch
-from pdsl.runtime.session import Session, require_executable
+from pdsl.runtime.session import Session
 
 __all__ = ["RunReport", "make_dataset", "train_rank"]
 
@@ -50,7 +50,6 @@ def train_rank(
 
     Raises ModelError, RunError or NotExecuted with a message for the user.
     """
-    require_executable(plan)
     total = plan.job.steps if steps is None else steps
     dataset = make_dataset(plan)
     size = len(dataset)

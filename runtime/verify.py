@@ -26,7 +26,7 @@ from pdsl.runtime.build import build
 from pdsl.runtime.objective import make_objective, token_count
 from pdsl.runtime.optimizer import make_optimizer, rate_at
 from pdsl.runtime.rows import read_rows, step_indices
-from pdsl.runtime.session import Session, require_executable
+from pdsl.runtime.session import Session
 from pdsl.runtime.train import make_dataset
 
 __all__ = ["Deviation", "Trace", "VerifyReport", "assemble", "compare", "oracle", "verify_rank"]
@@ -73,7 +73,6 @@ class Trace:
 
 def verify_rank(plan: Plan, rank: int, store: dist.Store | None, *, steps: int, local_rank: int | None = None) -> dict[str, Any]:
     """Take a few steps as one rank; losses and this rank's boxes of gradients and weights, as plain data."""
-    require_executable(plan)
     dataset = make_dataset(plan)
     kept: list[dict[str, torch.Tensor]] = []
     weights: list[dict[str, torch.Tensor]] = []

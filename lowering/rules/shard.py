@@ -358,6 +358,81 @@ class LayoutDoesNotFit(Rule):
         )
 
 
+class HalfAPair(Rule):
+    """What it does
+        Reports a layer in which a weight is split column-wise and none row-wise, or row-wise and none column-wise.
+
+    Why it is bad
+        `colwise` leaves the output of its module split over the tensor axis and `rowwise` expects such an input: they are the two halves of a
+        pair. With one half alone the layer computes with a part of the features, and where shapes happen to fit (the scores of a vocabulary,
+        say) it does so without an error.
+
+    Example (bad)
+        shard {
+          "output.weight" => colwise(tp)
+          "**"            => replicate()
+        }
+
+    Better
+        shard {
+          "output.weight" => [tp, _]
+          "**"            => replicate()
+        }
+
+    Fix
+        Split the other half too, or write the layout in slots: `[tp, _]` says only where the weight lies, and its module takes and gives
+        whole tensors.
+    """
+
+    code = "PDL308"
+    name = "half-a-pair"
+    needs = frozenset({"shard", "model", "mesh"})
+    needs_facts = True
+    needs_mesh = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        """The findings, one for each rule that is half of a pair."""
+        assert context.facts is not None
+        if context.mesh is None or context.mesh.tensor_size == 1 or self._half_written(context):
+            return
+        reported: set[int] = set()
+        for layer in context.facts.layers:
+            halves: dict[str, tuple[str, int]] = {}
+            for name in layer.parameters:
+                index = context.decided.get(name)
+                if index is None or not name.endswith("weight") or context.facts.parameter(name).module == "Embedding":
+                    continue
+                for term in context.spec.shard[index].terms:
+                    if isinstance(term, LayoutCall) and term.name in _TENSOR_STYLES:
+                        halves.setdefault(term.name, (name, index))
+            if len(halves) != 1:
+                continue
+            (style, (name, index)) = next(iter(halves.items()))
+            if index not in reported:
+                reported.add(index)
+                yield self._half(context, layer.name, style, name, index)
+
+    @staticmethod
+    def _half_written(context: Context) -> bool:
+        """Whether a rule that splits matches nothing: that is reported, and may be the missing half."""
+        rules = zip(context.spec.shard, context.matches, strict=True)
+        return any(not found and any(getattr(t, "name", "") in _TENSOR_STYLES for t in rule.terms) for rule, found in rules)
+
+    def _half(self, context: Context, layer: str, style: str, name: str, index: int) -> Diagnostic:
+        assert context.facts is not None
+        term = next(t for t in context.spec.shard[index].terms if isinstance(t, LayoutCall) and t.name == style)
+        other = "rowwise" if style == "colwise" else "colwise"
+        what = "leaves its output split" if style == "colwise" else "takes its input split"
+        slots = f"[{', '.join(term.axes)}, _]" if style == "colwise" else f"[_, {', '.join(term.axes)}]"
+        return self.report(
+            f'{style} {what}, but no weight of layer "{layer}" is {other}: "{name}" is half of a pair',
+            term.span,
+            help=(
+                f"split its partner with {other}({', '.join(term.axes)}), or write {slots}: the weight is split, its module takes and gives whole tensors",
+            ),
+        )
+
+
 class OneLargeUnit(Rule):
     """What it does
         Warns if one layer holds more than half of the parameters under `fsdp(...)`.

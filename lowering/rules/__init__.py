@@ -4,6 +4,7 @@ base       what a rule is and what it may look at
 language   PDL0, PDL1: findings of the parser and the resolver, unused names
 mesh       PDL2: sizes and roles of axes
 shard      PDL3: patterns and layouts against the parameters of the model
+tensor     PDL3: layouts over tensor axes against their shapes
 pipeline   PDL4: schedule and batch
 stages     PDL4: stages against the layers of the model
 general    PDL9: the check itself, and what is not executed yet
@@ -12,12 +13,12 @@ general    PDL9: the check itself, and what is not executed yet
 from __future__ import annotations
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.lowering.rules import general, language, mesh, pipeline, shard, stages
+from pdsl.lowering.rules import general, language, mesh, pipeline, shard, stages, tensor
 from pdsl.lowering.rules.base import Context, Rule
 
 __all__ = ["RULES", "explain", "rule", "run_rules"]
 
-_MODULES = (language, mesh, shard, pipeline, stages, general)
+_MODULES = (language, mesh, shard, tensor, pipeline, stages, general)
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(

@@ -15,9 +15,13 @@ from pdsl.lowering.facts import ModelFacts, ParameterFacts
 from pdsl.lowering.mesh import Mesh
 from pdsl.lowering.names import Binding
 from pdsl.lowering.schedules import SCHEDULES
-from pdsl.lowering.spec import AxisSpec, Origin, OriginKind, ShardRule, Spec
+from pdsl.lowering.spec import AxisSpec, LayoutCall, LayoutTerm, Origin, OriginKind, ShardRule, Spec
 
-__all__ = ["Context", "Rule", "listed", "plural", "quoted"]
+__all__ = ["STYLED_MODULES", "TENSOR_STYLES", "Context", "Rule", "listed", "plural", "quoted", "term_text"]
+
+TENSOR_STYLES = ("colwise", "rowwise")
+STYLED_MODULES = ("Linear", "Embedding")
+"""Classes of modules that a tensor style can split."""
 
 
 @frozen(slots=False, eq=False)
@@ -163,3 +167,11 @@ def quoted(names: Iterable[str], most: int = 4) -> str:
     words = list(names)
     shown = ", ".join(f'"{n}"' for n in words[:most])
     return shown if len(words) <= most else f"{shown} and {len(words) - most} more"
+
+
+def term_text(term: LayoutTerm) -> str:
+    """A term of a layout as the language writes it."""
+    if isinstance(term, LayoutCall):
+        return f"{term.name}({', '.join(term.axes)})"
+    slots = ("_" if not s else s[0] if len(s) == 1 else f"({', '.join(s)})" for s in term.slots)
+    return f"[{', '.join(slots)}]"

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 
 from pdsl.grammar.diagnostics import Diagnostic, Label, Severity
 from pdsl.grammar.patterns import Pattern
-from pdsl.lowering.facts import ModelFacts, ParameterFacts
-from pdsl.lowering.rules.base import Context, Rule, listed, plural, quoted
-from pdsl.lowering.rules.mesh import divisors, factors
-from pdsl.lowering.spec import LayoutCall, LayoutSlots, LayoutTerm, ShardRule
+from pdsl.lowering.facts import ModelFacts
+from pdsl.lowering.rules.base import STYLED_MODULES, TENSOR_STYLES, Context, Rule, listed, plural, quoted, term_text
+from pdsl.lowering.spec import LayoutCall, LayoutSlots, ShardRule
 from pdsl.lowering.values import near
 
-__all__ = [
-    "AxisTwice", "DimNotDivisible", "LayoutDoesNotFit", "OneLargeUnit", "ParameterUncovered", "PatternMatchesNothing", "RuleShadowed",
-]  # fmt: skip
+__all__ = ["AxisTwice", "OneLargeUnit", "ParameterUncovered", "PatternMatchesNothing", "RuleShadowed"]
 
-_TENSOR_STYLES = ("colwise", "rowwise")
-_STYLED_MODULES = ("Linear", "Embedding")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
 def _shape_of(name: str) -> str:
     """A parameter name with its indices replaced: `layers.*.attn.wq.weight`."""
     return _NUMBER.sub("*", name)
-
-
-def _term_text(term: LayoutTerm) -> str:
-    if isinstance(term, LayoutCall):
-        return f"{term.name}({', '.join(term.axes)})"
-    slots = ("_" if not s else s[0] if len(s) == 1 else f"({', '.join(s)})" for s in term.slots)
-    return f"[{', '.join(slots)}]"
 
 
 class PatternMatchesNothing(Rule):
@@ -85,9 +72,9 @@ class PatternMatchesNothing(Rule):
 
     def _wrong_module(self, context: Context, index: int, rule: ShardRule) -> Iterator[Diagnostic]:
         for term in rule.terms:
-            if not isinstance(term, LayoutCall) or term.name not in _TENSOR_STYLES:
+            if not isinstance(term, LayoutCall) or term.name not in TENSOR_STYLES:
                 continue
-            wrong = [p for p in context.taken(index) if p.module not in _STYLED_MODULES]
+            wrong = [p for p in context.taken(index) if p.module not in STYLED_MODULES]
             if wrong:
                 more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
                 yield self.report(
@@ -188,71 +175,6 @@ class RuleShadowed(Rule):
             )
 
 
-class DimNotDivisible(Rule):
-    """What it does
-        Checks that a dim that tensor axes split is divisible by their size.
-
-    Why it is bad
-        Tensor-parallel ranks compute with equal parts. `fsdp(...)` is not concerned: it takes an uneven first dim.
-
-    Example (bad)
-        mesh { axis tp = 3 }
-        shard { "layers.*.mlp.w1.weight" => colwise(tp) }      # 256 outputs
-
-    Better
-        mesh { axis tp = 4 }
-        shard { "layers.*.mlp.w1.weight" => colwise(tp) }
-
-    Fix
-        Choose a size of the axis that divides the dim, or change the width of the model.
-    """
-
-    code = "PDL304"
-    name = "dim-not-divisible"
-    needs = frozenset({"model", "shard", "mesh"})
-    needs_facts = True
-    needs_mesh = True
-
-    def check(self, context: Context) -> Iterable[Diagnostic]:
-        for index, rule in enumerate(context.spec.shard):
-            for term in rule.terms:
-                groups: dict[tuple[int, int, tuple[str, ...]], list[ParameterFacts]] = {}
-                for p in context.taken(index):
-                    for dim, axes in _splits(term, p):
-                        if p.shape[dim] % context.size(axes):
-                            groups.setdefault((dim, p.shape[dim], axes), []).append(p)
-                for (dim, size, axes), found in groups.items():
-                    yield self._uneven(context, term, dim, size, axes, found)
-
-    def _uneven(
-        self, context: Context, term: LayoutTerm, dim: int, size: int, axes: tuple[str, ...], found: list[ParameterFacts]
-    ) -> Diagnostic:
-        sizes = [context.size((a,)) for a in axes]
-        parts = math.prod(sizes)
-        by = f"{axes[0]} = {parts}" if len(axes) == 1 else f"({', '.join(axes)}) = {' x '.join(map(str, sizes))} = {parts}"
-        more = f" (and of {len(found) - 1} more)" if len(found) > 1 else ""
-        some = divisors(size)[1:11]
-        told = ", ".join(map(str, some)) + (", ..." if len(divisors(size)) > 11 else "")
-        return self.report(
-            f'dim {dim} of "{found[0].name}"{more} has size {size}, which is not divisible by {by}: {size} % {parts} = {size % parts}',
-            term.span,
-            labels=tuple(label for a in axes for label in context.label(f"mesh.{a}", plural(context.size((a,)), "rank"))),
-            notes=(f"{size} = {factors(size)}; sizes that divide it: {told}" if some else f"{size} has no divisor but 1",),
-        )
-
-
-def _splits(term: LayoutTerm, p: ParameterFacts) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The dims of a parameter that a term splits over tensor axes, with the axes."""
-    if isinstance(term, LayoutSlots):
-        yield from ((dim, axes) for dim, axes in enumerate(term.slots) if axes and dim < len(p.shape))
-        return
-    from pdsl.lowering.layouts import tensor_dim  # loads the plan, which a check without model does not need
-
-    dim = tensor_dim(term, p) if term.name in _TENSOR_STYLES and p.module in _STYLED_MODULES else None
-    if dim is not None and dim < len(p.shape):
-        yield dim, term.axes
-
-
 class AxisTwice(Rule):
     """What it does
         Finds layouts that use one axis twice.
@@ -282,7 +204,7 @@ class AxisTwice(Rule):
                 seen.update(axes)
                 if twice is None:
                     continue
-                whole = " + ".join(_term_text(t) for t in rule.terms)
+                whole = " + ".join(term_text(t) for t in rule.terms)
                 help_ = f"write {_once(term, twice)}" if isinstance(term, LayoutSlots) else f"keep one of the uses of {twice}"
                 yield self.report(
                     f"axis {twice} is used twice in one layout: {whole}",
@@ -298,139 +220,8 @@ def _once(term: LayoutSlots, axis: str) -> str:
     kept = []
     for keep in at:
         slots = tuple(tuple(dict.fromkeys(slot)) if i == keep else tuple(a for a in slot if a != axis) for i, slot in enumerate(term.slots))
-        kept.append(_term_text(LayoutSlots(slots)))
+        kept.append(term_text(LayoutSlots(slots)))
     return listed(dict.fromkeys(kept), "or")
-
-
-class LayoutDoesNotFit(Rule):
-    """What it does
-        Checks that a layout has one slot for each dim of the parameters it decides, and that its terms go together.
-
-    Why it is bad
-        Slots are read from the first dim on. With one too few or too many nobody knows which dim was meant.
-
-    Example (bad)
-        shard { "head.weight" => [tp] }      # the parameter has two dims
-
-    Better
-        shard { "head.weight" => [tp, _] }
-
-    Fix
-        Write one slot for each dim, `_` where the dim stays whole.
-    """
-
-    code = "PDL306"
-    name = "layout-does-not-fit"
-    needs = frozenset({"shard"})
-
-    def check(self, context: Context) -> Iterable[Diagnostic]:
-        for index, rule in enumerate(context.spec.shard):
-            yield from self._terms(rule)
-            if context.facts is not None and "model" not in context.broken:
-                for term in rule.terms:
-                    if isinstance(term, LayoutSlots):
-                        yield from self._slots(term, context.taken(index))
-
-    def _terms(self, rule: ShardRule) -> Iterator[Diagnostic]:
-        alone = next((t for t in rule.terms if isinstance(t, LayoutCall) and t.name == "replicate"), None)
-        if alone is not None and len(rule.terms) > 1:
-            yield self.report(
-                "replicate() stands alone: nothing can be split and whole", alone.span, help=("delete it, or all other terms",)
-            )
-        tensor = [t for t in rule.terms if isinstance(t, LayoutSlots) or t.name in _TENSOR_STYLES]
-        if len(tensor) > 1:
-            words = listed(map(_term_text, tensor))
-            yield self.report(f"a layout has one tensor term, not {words}", tensor[1].span, help=("keep one of them",))
-
-    def _slots(self, term: LayoutSlots, taken: tuple[ParameterFacts, ...]) -> Iterator[Diagnostic]:
-        wrong = [p for p in taken if len(p.shape) != len(term.slots)]
-        if not wrong:
-            return
-        first = wrong[0]
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        shape = " x ".join(map(str, first.shape)) or "a single number"
-        slots = (*term.slots, *((),) * len(first.shape))[: len(first.shape)]
-        yield self.report(
-            f'{_term_text(term)} has {plural(len(term.slots), "slot")}, "{first.name}"{more} has {plural(len(first.shape), "dim")}: {shape}',
-            term.span,
-            plural(len(term.slots), "slot"),
-            help=(f"one slot for each dim: {_term_text(LayoutSlots(slots))}",) if slots else (),
-        )
-
-
-class HalfAPair(Rule):
-    """What it does
-        Reports a layer in which a weight is split column-wise and none row-wise, or row-wise and none column-wise.
-
-    Why it is bad
-        `colwise` leaves the output of its module split over the tensor axis and `rowwise` expects such an input: they are the two halves of a
-        pair. With one half alone the layer computes with a part of the features, and where shapes happen to fit (the scores of a vocabulary,
-        say) it does so without an error.
-
-    Example (bad)
-        shard {
-          "output.weight" => colwise(tp)
-          "**"            => replicate()
-        }
-
-    Better
-        shard {
-          "output.weight" => [tp, _]
-          "**"            => replicate()
-        }
-
-    Fix
-        Split the other half too, or write the layout in slots: `[tp, _]` says only where the weight lies, and its module takes and gives
-        whole tensors.
-    """
-
-    code = "PDL308"
-    name = "half-a-pair"
-    needs = frozenset({"shard", "model", "mesh"})
-    needs_facts = True
-    needs_mesh = True
-
-    def check(self, context: Context) -> Iterable[Diagnostic]:
-        """The findings, one for each rule that is half of a pair."""
-        assert context.facts is not None
-        if context.mesh is None or context.mesh.tensor_size == 1 or self._half_written(context):
-            return
-        reported: set[int] = set()
-        for layer in context.facts.layers:
-            halves: dict[str, tuple[str, int]] = {}
-            for name in layer.parameters:
-                index = context.decided.get(name)
-                if index is None or not name.endswith("weight") or context.facts.parameter(name).module == "Embedding":
-                    continue
-                for term in context.spec.shard[index].terms:
-                    if isinstance(term, LayoutCall) and term.name in _TENSOR_STYLES:
-                        halves.setdefault(term.name, (name, index))
-            if len(halves) != 1:
-                continue
-            (style, (name, index)) = next(iter(halves.items()))
-            if index not in reported:
-                reported.add(index)
-                yield self._half(context, layer.name, style, name, index)
-
-    @staticmethod
-    def _half_written(context: Context) -> bool:
-        """Whether a rule that splits matches nothing: that is reported, and may be the missing half."""
-        rules = zip(context.spec.shard, context.matches, strict=True)
-        return any(not found and any(getattr(t, "name", "") in _TENSOR_STYLES for t in rule.terms) for rule, found in rules)
-
-    def _half(self, context: Context, layer: str, style: str, name: str, index: int) -> Diagnostic:
-        assert context.facts is not None
-        term = next(t for t in context.spec.shard[index].terms if isinstance(t, LayoutCall) and t.name == style)
-        other = "rowwise" if style == "colwise" else "colwise"
-        what = "leaves its output split" if style == "colwise" else "takes its input split"
-        slots = f"[{', '.join(term.axes)}, _]" if style == "colwise" else f"[_, {', '.join(term.axes)}]"
-        return self.report(
-            f'{style} {what}, but no weight of layer "{layer}" is {other}: "{name}" is half of a pair',
-            term.span,
-            help=(
-                f"split its partner with {other}({', '.join(term.axes)}), or write {slots}: the weight is split, its module takes and gives whole tensors",
-            ),
-        )
 
 
 class OneLargeUnit(Rule):
@@ -478,7 +269,7 @@ class OneLargeUnit(Rule):
         term = next(t for t in rule.terms if isinstance(t, LayoutCall) and t.name == "fsdp")
         peak = -(-total // parts) + largest
         yield self.report(
-            f"layer {layer.name} is one unit and holds {100 * largest // total} % of the parameters under {_term_text(term)}",
+            f"layer {layer.name} is one unit and holds {100 * largest // total} % of the parameters under {term_text(term)}",
             term.span,
             "gathers it as a whole",
             notes=(

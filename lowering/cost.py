@@ -18,6 +18,7 @@ from pdsl.lowering.plan import Plan, StageCut, Template
 from pdsl.lowering.programs import template_timeline
 from pdsl.lowering.schedule import Op
 from pdsl.lowering.spec import Quantity, Value
+from pdsl.lowering.units import gathers, unit_layers
 
 __all__ = [
     "CostReport", "RankMemory", "RankTraffic", "TemplateTime", "boundary_bytes", "cost", "is_trained", "ring_all_reduce",
@@ -240,8 +241,8 @@ def _transient(plan: Plan, rank: int, owned: tuple[ParameterFacts, ...]) -> int:
     """Bytes of gathered parameters and whole gradients beyond the shards themselves.
 
     Without resharding every sharded parameter of the rank's stages is whole for the step, and so is its gradient until it is reduced. With
-    resharding at most two layers are whole at a time, the one in use and the one gathered ahead; the whole gradients of more than one
-    microbatch still add up in place.
+    resharding at most two layers are whole at a time, the one in use and the one gathered ahead, besides what rides in the root's unit, which
+    is whole until the end; the whole gradients of more than one microbatch still add up in place.
     """
     if plan.shard_size == 1:
         return 0
@@ -251,14 +252,15 @@ def _transient(plan: Plan, rank: int, owned: tuple[ParameterFacts, ...]) -> int:
     trained = {p.name for p in sharded if is_trained(plan, p)}
     if not plan.reshard:
         return sum(whole.values()) + sum(whole[name] for name in trained)
-    stages = [plan.template(at.pipeline).stages[s] for s in plan.stages_of(rank)]
-    layers = [i for s in stages for i in range(s.start, s.stop)]
+    layers = unit_layers(plan, rank)
     units = [sum(whole[p.name] for p in sharded if i in p.layers) for i in layers]
+    root = [p for p in sharded if not set(layers).intersection(p.layers)]
     if len(plan.pipelines[at.pipeline].microbatches) > 1:
         gradients = sum(whole[name] for name in trained)
     else:
-        gradients = max((sum(whole[p.name] for p in sharded if i in p.layers and p.name in trained) for i in layers), default=0)
-    return sum(sorted(units)[-2:]) + gradients
+        largest = max((sum(whole[p.name] for p in sharded if i in p.layers and p.name in trained) for i in layers), default=0)
+        gradients = largest + sum(whole[p.name] for p in root if p.name in trained)
+    return sum(whole[p.name] for p in root) + sum(sorted(units)[-2:]) + gradients
 
 
 # --- traffic ------------------------------------------------------------------------------------------------------------------------------
@@ -277,17 +279,12 @@ def _traffic(plan: Plan, rank: int) -> RankTraffic:
         trained = is_trained(plan, p)
         if plan.layout(p.name).sharded:
             padded = _box_bytes(plan, p, 0, at.tensor)  # a ring moves shards of equal size: all are padded to the first
-            gather += others * padded * _gathers(plan, at.pipeline)
+            gather += others * padded * gathers(plan, rank, p)
             scatter += others * padded if trained else 0
         if trained:
             summed += ring_all_reduce(_box_bytes(plan, p, at.shard, at.tensor), len(summed_over(plan, p, rank)))
     between = _point_to_point(plan, plan.template(at.pipeline), at.position)
     return RankTraffic(rank, gather, scatter, summed, _tensor_traffic(plan, rank), between)
-
-
-def _gathers(plan: Plan, pipeline: int) -> int:
-    """How often a parameter is gathered in a step: once, or for every forward and backward when layers reshard in between."""
-    return 2 * len(plan.pipelines[pipeline].microbatches) if plan.reshard else 1
 
 
 def _tensor_traffic(plan: Plan, rank: int) -> int:

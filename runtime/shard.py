@@ -7,6 +7,8 @@ the microbatches of a pipeline step; only the last backward of a stage reshards 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import ParameterLayout, Plan
+from pdsl.lowering.units import unit_layers
+from pdsl.runtime.exchange import ExchangeReduceScatter
 
 __all__ = ["Units", "apply_tensor_parallel", "live_names", "shard_layers"]
 
@@ -92,9 +96,9 @@ class Units:
         self._root.set_is_last_backward(False)
 
     def unshard(self, stage: int) -> None:
-        """Gather the parameters of a stage."""
+        """Begin to gather the parameters of a stage, all at once; each unit waits for its own when it first runs."""
         for unit in self._by_stage[stage]:
-            unit.unshard()
+            unit.unshard(async_op=True)
 
     def begin_last_backward(self, stage: int) -> None:
         """From here on every unit of the stage reduces its gradient and frees its gathered parameters as its backward ends."""
@@ -113,35 +117,50 @@ class Units:
 def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh, names: Mapping[str, str]) -> Units:
     """Wrap each owned layer of `model` as one FSDP2 unit, and `root`, the module whose forward runs a stage, around them.
 
-    Layers that share a parameter within a rank go into the root's unit, since a parameter can only belong to one. Parameters that are not
-    sharded, or live elsewhere, are left alone.
+    What rides in the root's unit says `root_layers`. Parameters that are not sharded, or live elsewhere, are left alone.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     sharded = {named[names[p.name]] for p in owned_parameters(plan, rank) if plan.layout(p.name).sharded}
     ignored = {p for p in named.values() if p not in sharded}
     stages = plan.template(plan.coordinate(rank).pipeline).stages
-    owned_layers = [i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)]
-    shared = _layers_with_shared_parameters(plan, owned_layers)
-    fsdp_mesh = mesh["shard"]
     by_stage: dict[int, list[FSDPModule]] = {s: [] for s in plan.stages_of(rank)}
-    for stage in plan.stages_of(rank):
-        for index in range(stages[stage].start, stages[stage].stop):
-            modules = [model.get_submodule(m) for m in plan.facts.layers[index].modules if m]
-            modules = [m for m in modules if any(p not in ignored for p in m.parameters())]
-            if not modules or index in shared:
-                continue
-            unit = fully_shard(
-                modules if len(modules) > 1 else modules[0], mesh=fsdp_mesh, reshard_after_forward=plan.reshard, ignored_params=ignored
-            )
-            by_stage[stage].append(unit if isinstance(unit, FSDPModule) else unit[0])
-    fully_shard(root, mesh=fsdp_mesh, reshard_after_forward=False, ignored_params=ignored)
+    for index in unit_layers(plan, rank):
+        modules = [model.get_submodule(m) for m in plan.facts.layers[index].modules if m]
+        modules = [m for m in modules if any(p not in ignored for p in m.parameters())]
+        if not modules:
+            continue
+        unit = fully_shard(
+            modules if len(modules) > 1 else modules[0], mesh=mesh["shard"], reshard_after_forward=plan.reshard, ignored_params=ignored
+        )
+        stage = next(s for s in by_stage if stages[s].start <= index < stages[s].stop)
+        by_stage[stage].append(unit if isinstance(unit, FSDPModule) else unit[0])
+    fully_shard(root, mesh=mesh["shard"], reshard_after_forward=False, ignored_params=ignored)
     assert isinstance(root, FSDPModule)
-    for unit in (root, *(u for units in by_stage.values() for u in units)):
+    units = [u for stage in by_stage.values() for u in stage]
+    for unit in (root, *units):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    _order_gathers(root, units, reshard=plan.reshard)
+    if mesh.device_type == "cpu":
+        for unit in (root, *units):
+            unit.set_custom_reduce_scatter(cast("Any", ExchangeReduceScatter()))
+        # on a GPU gathers run on a stream of their own; on a CPU they only overlap if they are asynchronous
+        root._set_unshard_async_op(True)
     return Units(root, by_stage, reshard=plan.reshard)
 
 
-def _layers_with_shared_parameters(plan: Plan, layers: list[int]) -> set[int]:
-    mine = set(layers)
-    return {i for p in plan.facts.parameters if len(shared := mine.intersection(p.layers)) > 1 for i in shared}
+def _order_gathers(root: FSDPModule, units: list[FSDPModule], *, reshard: bool) -> None:
+    """Say which unit is gathered when, since FSDP2's own guess follows the forward passes of all microbatches, of which some are long over."""
+    if not units:
+        return
+    if not reshard:
+        # the program gathers each stage once; what a backward has reduced is not to be gathered again for nothing
+        for unit in units:
+            unit.set_unshard_in_backward(False)
+        return
+    units[-1].set_reshard_after_forward(False)
+    root.set_modules_to_forward_prefetch([units[0]])
+    root.set_modules_to_backward_prefetch([units[-1]])
+    for before, after in pairwise(units):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])

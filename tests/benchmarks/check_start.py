@@ -111,6 +111,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
     assert len(SPEC.splitlines()) == 50, len(SPEC.splitlines())
     # a plain checkout will do; caches of PDSL are this run's own, so that the first check is cold and the others are as a user's are
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PDSL_CACHE": str(folder / "cache")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process would compile PDSL again, and torch not
     check = [sys.executable, "-c", CHECK, "check", "--no-model", str(spec)]
     commands = {"check": check, "torch": [sys.executable, "-c", "import torch"], "python": [sys.executable, "-c", ""]}
     try:

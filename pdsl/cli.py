@@ -9,10 +9,10 @@ usual libraries cost to import.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 __all__ = ["CLEAN", "FINDINGS", "INTERRUPTED", "USAGE", "Findings", "Invocation", "arguments", "main"]
@@ -120,8 +120,12 @@ def _spec_options(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status; raises nothing but what PDSL_DEBUG=1 lets through."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        status = _run(sys.argv[1:] if argv is None else list(argv))
+        options = _parse(sys.argv[1:] if argv is None else list(argv))
+        status = CLEAN if options is None else _run(options)
         sys.stdout.flush()
         return status
     except Invocation as error:
@@ -133,17 +137,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CLEAN
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
-    except SystemExit as ending:  # argparse after --help
-        return ending.code if isinstance(ending.code, int) else CLEAN
+    except SystemExit as ending:
+        return _say(f"code that the spec names ended the process: SystemExit({ending.code})", FINDINGS)
     except Exception as error:  # noqa: BLE001  the last resort: nobody but a developer of PDSL wants a traceback
         return _failed(error)
 
 
-def _run(argv: list[str]) -> int:
+def _parse(argv: list[str]) -> argparse.Namespace | None:
+    """The options of a command, or None if help or the version was asked for and shown. Raises Invocation."""
     parser, by_name = arguments()
     if argv and not argv[0].startswith("-") and argv[0] not in by_name:
         raise Invocation(f"there is no command {argv[0]!r}{_near(argv[0], by_name)}")
-    options, unknown = parser.parse_known_args(argv)
+    try:
+        options, unknown = parser.parse_known_args(argv)
+    except SystemExit:  # argparse, once it has shown the help
+        return None
     if unknown:
         offered = [o for action in by_name[options.command]._actions for o in action.option_strings] if options.command else ["--version"]
         raise Invocation(f"unknown option {unknown[0]}{_near(unknown[0].split('=')[0], offered)}\ntry: pdsl {options.command or ''} --help")
@@ -151,10 +159,14 @@ def _run(argv: list[str]) -> int:
         import pdsl
 
         sys.stdout.write(f"pdsl {pdsl.__version__}\n")
-        return CLEAN
+        return None
     if options.command is None:
         parser.print_help()
-        return USAGE if argv else CLEAN
+        return None
+    return options
+
+
+def _run(options: argparse.Namespace) -> int:
     from pdsl import commands
 
     status: int = getattr(commands, options.command)(options)
@@ -163,6 +175,8 @@ def _run(argv: list[str]) -> int:
 
 def _near(word: str, known: Iterable[str]) -> str:
     """The one that was meant, or all there are."""
+    from difflib import get_close_matches
+
     known = list(known)
     close = get_close_matches(word, known, 1)
     return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"

@@ -11,6 +11,7 @@ import pytest
 from pdsl.cli import main
 from tests.tree import ROOT
 
+MODEL_ARGUMENTS = "layers = 2; width = 16; heads = 2; context = 8"
 SPEC = """\
 pdsl 1
 mesh { axis pp = 2 }
@@ -318,7 +319,7 @@ def test_all_codes_are_listed_and_held(capsys):
         "0": ["01", "02"],
         "1": ["01", "02", "03", "04", "05", "06", "07", "08", "09", "90"],
         "2": ["01", "02", "03", "04"],
-        "3": ["01", "02", "03", "04", "05", "06", "07"],
+        "3": ["01", "02", "03", "04", "05", "06", "07", "08"],
         "4": ["01", "02", "03", "04", "05", "06", "07", "08"],
         "8": ["02"],
         "9": ["00", "01", "02", "03"],
@@ -381,6 +382,20 @@ def test_output_survives_an_encoding_without_box_characters():
     done = command("plan", "job.pdsl", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
+
+
+def test_what_an_encoding_lacks_is_escaped(folder):
+    (folder / "umlaut.pdsl").write_text(SPEC + "param größe: int = 1\n", encoding="utf-8")
+    done = command("check", "umlaut.pdsl", "--no-model", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode in {0, 1}
+    assert done.stderr == ""
+    assert r"gr\xf6\xdfe" in done.stdout
+
+
+def test_a_model_that_ends_the_process_is_no_success(folder, capsys):
+    (folder / "hostile.py").write_text(HOSTILE)
+    (folder / "hostile.pdsl").write_text(SPEC.replace("pdsl.models:gpt", "hostile:build").replace(MODEL_ARGUMENTS, ""))
+    assert main(["check", "hostile.pdsl"]) == 1
 
 
 @pytest.mark.parametrize("name", ["quickstart", "tensor", "digits", "starter"])

@@ -6,6 +6,7 @@ a prefix of the store per generation and can be dropped and made anew.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol, cast
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Program
 
@@ -21,15 +23,19 @@ __all__ = ["CrossGroup", "Groups", "device_of"]
 
 
 def device_of(plan: Plan, local_rank: int) -> torch.device:
-    """The device of a rank: its own GPU where the plan asks for GPUs, or may use them and there are enough; else the CPU."""
+    """The device of a rank: its own GPU where the plan asks for GPUs, or allows them and this machine has one for each of its ranks; else
+    the CPU. Raises RunError if the plan asks for GPUs and there are too few.
+    """
     if plan.device == "cpu":
         return torch.device("cpu")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = min(plan.world_size, plan.ranks_per_node) if plan.world_size > plan.ranks_per_node else plan.world_size
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size))  # torchrun says how many of the ranks are here; else all are
     if available >= wanted:
         return torch.device("cuda", local_rank)
     if plan.device == "cuda":
-        raise RuntimeError(f"the plan needs {wanted} GPUs on this machine, {available} are visible")
+        raise RunError(
+            f"the plan needs {wanted} GPUs on this machine, {available} are visible; cluster.device = auto falls back to the CPU"
+        )
     return torch.device("cpu")
 
 

@@ -3,8 +3,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -346,6 +349,35 @@ def test_run_trains_on_local_processes_and_writes_metrics(folder):
     assert first.endswith(" samples/s")
     assert second == f"loss {entries[0]['loss']:.4f} at the first step, {entries[-1]['loss']:.4f} at the last"
     assert third == "metrics are in out/run.jsonl"
+
+
+def descendants(pid):
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def test_an_interrupt_ends_every_rank_quickly_with_130(folder):
+    run = [sys.executable, "-m", "pdsl", "run", "job.pdsl", "--steps", "1000000", "--metrics", "run.jsonl"]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            deadline = time.monotonic() + 60
+            while not ((folder / "run.jsonl").exists() and (folder / "run.jsonl").stat().st_size):
+                assert started.poll() is None, started.communicate()
+                assert time.monotonic() < deadline, "the run took no step"
+                time.sleep(0.05)
+            ranks = descendants(started.pid)
+            begun = time.monotonic()
+            started.send_signal(signal.SIGINT)
+            out, err = started.communicate(timeout=15)
+        finally:
+            started.kill()
+    assert time.monotonic() - begun < 10
+    assert started.returncode == 130
+    assert out == ""
+    assert err.splitlines()[-1] == "pdsl: interrupted"
+    assert "Traceback" not in err
+    assert len(ranks) >= 2
+    assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_verify_compares_with_one_process(folder):

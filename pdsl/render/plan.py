@@ -18,7 +18,7 @@ from pdsl.lowering.plan import ParameterLayout, Plan
 from pdsl.lowering.programs import template_timeline
 from pdsl.lowering.spec import Spec
 from pdsl.render.schedule import draw_schedule
-from pdsl.render.terminal import PLAIN, Terminal, bar, binary, count, decimal, join_list, numbers, percent, plural, ranges, table
+from pdsl.render.terminal import PLAIN, Terminal, bar, binary, clip, count, decimal, join_list, numbers, percent, plural, ranges, table
 
 __all__ = ["plan_notes", "render_plan"]
 
@@ -200,17 +200,17 @@ def _layouts(plan: Plan, spec: Spec | None, terminal: Terminal) -> list[str]:
                 style,
                 str(len(layouts)),
                 percent(share),
-                f"{largest.name} {_split(plan, largest)}",
+                f"{_split(plan, largest)} {largest.name}",
             )
         )
-    lines = [terminal.heading("layouts"), *table(rows[: _MOST_ROWS + 1], align=">  >>", width=terminal.width, elastic=1 if patterns else 5)]
+    lines = [terminal.heading("layouts"), *table(rows[: _MOST_ROWS + 1], align=">  >>", width=terminal.width, elastic=5)]
     return [*lines, *_rest(len(rows) - 1)]
 
 
 def _patterns(spec: Spec | None) -> dict[int, str]:
     if spec is None:
         return {}
-    return {rule.span.begin.line: ", ".join(str(p) for p in rule.patterns) for rule in spec.shard}
+    return {rule.span.begin.line: clip(", ".join(str(p) for p in rule.patterns), 34) for rule in spec.shard}
 
 
 def _split(plan: Plan, p: ParameterFacts) -> str:

@@ -74,7 +74,7 @@ def test_every_rank_is_shown_with_where_it_stands_while_they_are_few():
 
 def test_layouts_tell_the_line_that_decided_and_a_local_shape():
     text = screen(PLANS["tensor_replicas"])
-    assert re.search(r"12 +colwise\(tp\) \+ replicate\(\) +4 +\S+ % +blocks\.0\.up\.weight \[32, 8\] -> \[16, 8\]", text)
+    assert re.search(r"12 +colwise\(tp\) \+ replicate\(\) +4 +\S+ % +\[32, 8\] -> \[16, 8\] blocks\.0\.up\.weight", text)
 
 
 def test_notes_name_what_is_not_executed_and_what_is_tied():

@@ -25,7 +25,7 @@ _LAYOUT_STARTS = {"NAME", "_LSQB", "MISSING"}
 _GOES_ON = {"PLUS", "MINUS", "STAR", "SLASH", "_TO", "_DOT", "_LPAR", "COMPARE", "NAME", "NUMBER"}
 _ITEM_STARTS = {"_EDITION", "_IMPORT", "_PARAM", "_LET", "_ASSERT", "_PROFILE", "NAME"}
 _STATEMENT_STARTS = {"AXIS", "STAGE", "NAME", "STRING"}
-_ODD = re.compile(r"[^\x20-\x7e\xa1-\xac\xae-\u024f\u0370-\u1fff\u4e00-\u9fff]")
+_ODD = r"[^\x20-\x7e\xa1-\xac\xae-\u024f\u0370-\u1fff\u4e00-\u9fff]"  # compiled when first used: few texts have errors
 
 
 @frozen
@@ -93,7 +93,7 @@ def glued_name(tokens: Sequence[Token], at: int, first: int) -> int | None:
 def shown(text: str, limit: int = 30) -> str:
     """Text of the user for a message: short, on one line, odd characters as `U+XXXX`."""
     text = text if len(text) <= limit else text[: limit - 3] + "..."
-    return _ODD.sub(lambda c: f"U+{ord(c[0]):04X}", text)
+    return re.sub(_ODD, lambda c: f"U+{ord(c[0]):04X}", text)
 
 
 def describe(source: Source, token: Token) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import frozen
 
@@ -11,7 +12,6 @@ from pdsl.grammar.diagnostics import Diagnostic, DiagnosticSink, has_errors
 from pdsl.grammar.errors import ModelError
 from pdsl.grammar.parser import parse
 from pdsl.grammar.source import Source
-from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.mesh import Mesh, build_mesh, declared_world
 from pdsl.lowering.names import Loader
 from pdsl.lowering.resolve import Resolution, resolve_file
@@ -22,7 +22,10 @@ from pdsl.lowering.suppress import suppress
 
 __all__ = ["CheckResult", "Facts", "check", "check_resolved"]
 
-Facts = ModelFacts | Callable[[Spec], ModelFacts] | None
+if TYPE_CHECKING:
+    from pdsl.lowering.facts import ModelFacts  # a check without model starts without it
+
+Facts: TypeAlias = "ModelFacts | Callable[[Spec], ModelFacts] | None"
 """The facts of the model, how to get them (may raise ModelError), or None to do without."""
 
 
@@ -80,7 +83,7 @@ def check_resolved(
 def _facts(spec: Spec, resolution: Resolution, facts: Facts, sink: DiagnosticSink, broken: set[str]) -> ModelFacts | None:
     if facts is None or spec.model is None or "model" in broken:
         return None
-    if isinstance(facts, ModelFacts):
+    if not callable(facts):
         return facts
     try:
         return facts(spec)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
-from pdsl.cli import main
+gc.disable()  # what starting makes stays; looking through it for garbage takes a twentieth of a check
+
+from pdsl.cli import main  # noqa: E402
 
 __all__ = ["main"]
 

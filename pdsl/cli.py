@@ -9,6 +9,7 @@ usual libraries cost to import.
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import os
 import sys
@@ -168,6 +169,9 @@ def _parse(argv: list[str]) -> argparse.Namespace | None:
 
 def _run(options: argparse.Namespace) -> int:
     from pdsl import commands
+
+    if options.command != "check":
+        gc.enable()  # the console script starts without
 
     status: int = getattr(commands, options.command)(options)
     return status

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
 
 from pdsl.grammar.diagnostics import Diagnostic, Fix, Label, Severity
 from pdsl.grammar.source import Span
-from pdsl.lowering.facts import ModelFacts, ParameterFacts
 from pdsl.lowering.mesh import Mesh
 from pdsl.lowering.names import Binding
 from pdsl.lowering.schedules import SCHEDULES
 from pdsl.lowering.spec import AxisSpec, LayoutCall, LayoutTerm, Origin, OriginKind, ShardRule, Spec
+
+if TYPE_CHECKING:
+    from pdsl.lowering.facts import ModelFacts, ParameterFacts
 
 __all__ = ["STYLED_MODULES", "TENSOR_STYLES", "Context", "Rule", "listed", "plural", "quoted", "term_text"]
 

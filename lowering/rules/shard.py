@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from pdsl.grammar.diagnostics import Diagnostic, Label, Severity
 from pdsl.grammar.patterns import Pattern
-from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.rules.base import STYLED_MODULES, TENSOR_STYLES, Context, Rule, listed, plural, quoted, term_text
 from pdsl.lowering.spec import LayoutCall, LayoutSlots, ShardRule
 from pdsl.lowering.values import near
+
+if TYPE_CHECKING:
+    from pdsl.lowering.facts import ModelFacts
 
 __all__ = ["AxisTwice", "OneLargeUnit", "ParameterUncovered", "PatternMatchesNothing", "RuleShadowed"]
 

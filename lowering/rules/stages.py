@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from pdsl.grammar.diagnostics import Diagnostic, Label, Severity
-from pdsl.lowering.facts import LayerFacts, ModelFacts, ParameterFacts
 from pdsl.lowering.rules.base import Context, Rule, listed, plural
 from pdsl.lowering.schedules import FAMILIES
 from pdsl.lowering.spec import PipelineSpec
 from pdsl.lowering.values import near
+
+if TYPE_CHECKING:
+    from pdsl.lowering.facts import LayerFacts, ModelFacts, ParameterFacts
 
 __all__ = ["StageLayoutAgainstSchedule", "StagesCoverLayers", "TiedOverStages", "stage_of_layers"]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.rules.base import STYLED_MODULES, TENSOR_STYLES, Context, Rule, listed, plural, term_text
 from pdsl.lowering.rules.mesh import divisors, factors
 from pdsl.lowering.spec import LayoutCall, LayoutSlots, LayoutTerm, ShardRule
+
+if TYPE_CHECKING:
+    from pdsl.lowering.facts import ParameterFacts
 
 __all__ = ["DimNotDivisible", "HalfAPair", "LayoutDoesNotFit"]
 

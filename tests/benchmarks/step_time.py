@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pdsl.lowering.plan import Plan
 
 TOLERANCE = 1e-5
-PAIRS = {"1M": 60, "10M": 20}
+PAIRS = {"1M": 50, "10M": 14}
 
 Batch = dict[str, torch.Tensor]
 
@@ -136,7 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Step time of PDSL over that of hand-written torch, for the same plan.")
     parser.add_argument("--case", choices=CASES, action="append", help="only this case; may be given several times")
     parser.add_argument("--size", choices=MODELS, action="append", help="only this model; may be given several times")
-    parser.add_argument("--steps", type=int, help="pairs of steps for each job (default: 60 of the small model, 20 of the large one)")
+    parser.add_argument("--steps", type=int, help="pairs of steps for each job (default: 50 of the small model, 14 of the large one)")
     parser.add_argument("--control", action="store_true", help="compare the hand-written side with itself")
     parser.add_argument("--json", metavar="FILE", help="write everything measured")
     options = parser.parse_args()

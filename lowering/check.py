@@ -51,25 +51,26 @@ def check(
     profile: str | None = None,
     facts: Facts = None,
     loader: Loader | None = None,
+    on_mesh: bool = True,
 ) -> CheckResult:
     """Check a text.
 
     `world` is the number of ranks (by default what the cluster block declares), `overrides` are the texts of `--set`, `loader` gives the texts
-    of imported files. Never raises because of what the text says; findings are in the order of the text.
+    of imported files. Without `on_mesh` the rules that need the sizes of axes are left for later. Never raises because of what the text says; findings are in the order of the text.
     """
     sink = DiagnosticSink()
     file = parse(source, sink)
     resolution = resolve_file(file, overrides=overrides, profile=profile, loader=loader, sink=sink)
-    return check_resolved(file, resolution, sink, world=world, facts=facts)
+    return check_resolved(file, resolution, sink, world=world, facts=facts, on_mesh=on_mesh)
 
 
 def check_resolved(
-    file: syntax.File, resolution: Resolution, sink: DiagnosticSink, *, world: int | None = None, facts: Facts = None
+    file: syntax.File, resolution: Resolution, sink: DiagnosticSink, *, world: int | None = None, facts: Facts = None, on_mesh: bool = True
 ) -> CheckResult:
     """The rules on what a file says, added to the findings that the sink holds already."""
     spec = resolution.spec
     ranks = world if world is not None else None if "cluster" in resolution.broken else declared_world(spec)
-    mesh = None if "mesh" in resolution.broken else build_mesh(spec, ranks)
+    mesh = build_mesh(spec, ranks) if on_mesh and "mesh" not in resolution.broken else None
     broken = set(resolution.broken)
     known = _facts(spec, resolution, facts, sink, broken)
     context = Context(spec, mesh, known, ranks, frozenset(broken), resolution.unused, resolution.places)

@@ -67,6 +67,8 @@ def check(
 def load(path_or_text: PathOrText, *, overrides: Sequence[str] = (), profile: str | None = None) -> Spec:
     """Read a spec: every value evaluated, typed, defaults filled, its origin kept. The model is not read.
 
+    What depends on the number of ranks or on the model (microbatches against stages, the batch against both, patterns) is left to `compile`.
+
     Args:
         path_or_text: A path, or the text itself if it is a string with a line break.
         overrides: What `--set` takes, in order.
@@ -223,7 +225,7 @@ def load_source(source: Source, *, overrides: Sequence[str] = (), profile: str |
     """As `load`, for a text with a name."""
     from pdsl.reading import examine
 
-    found = examine(source, overrides=overrides, profile=profile, model=False)
+    found = examine(source, overrides=overrides, profile=profile, model=False, on_mesh=False)
     if found.spec is None:
         raise SpecError(tuple(d for d in found.diagnostics if d.code != "PDL900"))  # that the model was not read is no news here
     return found.spec

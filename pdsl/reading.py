@@ -29,15 +29,25 @@ __all__ = ["check_rules", "examine", "example_batch", "load_text", "read_facts",
 
 
 def examine(
-    source: Source, *, world: int | None = None, overrides: Sequence[str] = (), profile: str | None = None, model: bool = True
+    source: Source,
+    *,
+    world: int | None = None,
+    overrides: Sequence[str] = (),
+    profile: str | None = None,
+    model: bool = True,
+    on_mesh: bool = True,
 ) -> CheckResult:
-    """Everything that is wrong with a text, and what it says if nothing is. `model` reads the model and its data. Never raises on any text."""
+    """Everything that is wrong with a text, and what it says if nothing is. `model` reads the model and its data; without `on_mesh` nothing is
+    said about the sizes of axes. Never raises on any text.
+    """
     data: list[Diagnostic] = []
 
     def facts(spec: Spec) -> ModelFacts:
         return read_facts(spec, data)
 
-    found = check(source, world=world, overrides=overrides, profile=profile, facts=facts if model else None, loader=load_text)
+    found = check(
+        source, world=world, overrides=overrides, profile=profile, facts=facts if model else None, loader=load_text, on_mesh=on_mesh
+    )
     if not data:
         return found
     everything = tuple(sorted((*found.diagnostics, *data), key=lambda d: d.sort_key))

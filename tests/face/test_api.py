@@ -70,9 +70,22 @@ def test_check_tells_a_missing_file_from_a_bad_spec():
 
 def test_a_bad_spec_cannot_be_loaded():
     with pytest.raises(pdsl.SpecError) as caught:
-        pdsl.load(TEXT.replace("microbatches = 2", "microbatches = 1"))
-    assert [d.code for d in caught.value.diagnostics] == ["PDL402"]
+        pdsl.load(TEXT.replace("microbatches = 2", "microbatches = two"))
+    assert "PDL101" in [d.code for d in caught.value.diagnostics]
     assert isinstance(caught.value, pdsl.PdslError)
+
+
+def test_what_depends_on_the_ranks_is_an_error_of_compile():
+    spec = pdsl.load(TEXT.replace("microbatches = 2", "microbatches = 1"))
+    with pytest.raises(pdsl.SpecError) as caught:
+        pdsl.compile(spec)
+    assert [d.code for d in caught.value.diagnostics if d.severity is pdsl.Severity.ERROR] == ["PDL402"]
+
+
+def test_a_batch_that_fits_unequal_pipelines_alone_is_no_error_of_load():
+    spec = pdsl.load(TEXT.replace("microbatches = 2", "microbatches = 7"))
+    plan = pdsl.compile(spec, world_size=3, pipelines=[(1, 1), (2, 3)])
+    assert [len(p.microbatches) for p in plan.pipelines] == [1, 3]
 
 
 def test_overrides_and_profiles_are_applied():

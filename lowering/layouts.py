@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdsl.lowering.facts import ModelFacts, ParameterFacts
 from pdsl.lowering.plan import ParameterLayout
-from pdsl.lowering.spec import LayoutCall, LayoutTerm, ShardRule
+from pdsl.lowering.spec import LayoutCall, LayoutTerm, ShardRule, term_text
 
 __all__ = ["parameter_layouts", "tensor_dim"]
 
@@ -24,17 +24,10 @@ def parameter_layouts(facts: ModelFacts, rules: tuple[ShardRule, ...], *, shard_
         module, _, leaf = p.name.rpartition(".")
         deciding = terms.get(f"{module}.weight", rule.terms) if leaf == "bias" else rule.terms
         split = next((d for t in deciding if (d := tensor_dim(t, p)) is not None), None) if tensor_size > 1 else None
-        style = " + ".join(_word(t) for t in rule.terms)
+        style = " + ".join(term_text(t) for t in rule.terms)
         return ParameterLayout(p.name, sharded=sharded, tensor_dim=split, style=style, line=rule.span.begin.line)
 
     return tuple(layout(p) for p in facts.parameters)
-
-
-def _word(term: LayoutTerm) -> str:
-    if isinstance(term, LayoutCall):
-        return f"{term.name}({', '.join(term.axes)})"
-    slots = ("_" if not s else s[0] if len(s) == 1 else f"({', '.join(s)})" for s in term.slots)
-    return f"[{', '.join(slots)}]"
 
 
 def tensor_dim(term: LayoutTerm, p: ParameterFacts) -> int | None:

@@ -17,8 +17,7 @@ from pdsl.grammar.source import Span
 __all__ = [
     "REST", "AxisSpec", "CallValue", "CheckpointSpec", "ClusterSpec", "FaultBudgetSpec", "FreezeSpec", "LayoutCall", "LayoutSlots", "LayoutTerm",
     "MemorySpec", "MeshSpec", "ModelSpec", "Origin", "OriginKind", "PipelineSpec", "PrecisionSpec", "Quantity", "Rest", "ShardRule", "SizeRange", "Spec", "StageSpec",
-    "TrainSpec", "Value",
-]  # fmt: skip
+    "TrainSpec", "Value", "term_text",]  # fmt: skip
 
 
 class OriginKind(Enum):
@@ -159,6 +158,14 @@ class LayoutCall:
 
 
 LayoutTerm = LayoutSlots | LayoutCall
+
+
+def term_text(term: LayoutTerm) -> str:
+    """A term of a layout as the language writes it."""
+    if isinstance(term, LayoutCall):
+        return f"{term.name}({', '.join(term.axes)})"
+    slots = ("_" if not s else s[0] if len(s) == 1 else f"({', '.join(s)})" for s in term.slots)
+    return f"[{', '.join(slots)}]"
 
 
 @frozen

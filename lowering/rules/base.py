@@ -14,12 +14,12 @@ from pdsl.grammar.source import Span
 from pdsl.lowering.mesh import Mesh
 from pdsl.lowering.names import Binding
 from pdsl.lowering.schedules import SCHEDULES
-from pdsl.lowering.spec import AxisSpec, LayoutCall, LayoutTerm, Origin, OriginKind, ShardRule, Spec
+from pdsl.lowering.spec import AxisSpec, Origin, OriginKind, ShardRule, Spec
 
 if TYPE_CHECKING:
     from pdsl.lowering.facts import ModelFacts, ParameterFacts
 
-__all__ = ["STYLED_MODULES", "TENSOR_STYLES", "Context", "Rule", "listed", "plural", "quoted", "term_text"]
+__all__ = ["STYLED_MODULES", "TENSOR_STYLES", "Context", "Rule", "listed", "plural", "quoted"]
 
 TENSOR_STYLES = ("colwise", "rowwise")
 STYLED_MODULES = ("Linear", "Embedding")
@@ -169,11 +169,3 @@ def quoted(names: Iterable[str], most: int = 4) -> str:
     words = list(names)
     shown = ", ".join(f'"{n}"' for n in words[:most])
     return shown if len(words) <= most else f"{shown} and {len(words) - most} more"
-
-
-def term_text(term: LayoutTerm) -> str:
-    """A term of a layout as the language writes it."""
-    if isinstance(term, LayoutCall):
-        return f"{term.name}({', '.join(term.axes)})"
-    slots = ("_" if not s else s[0] if len(s) == 1 else f"({', '.join(s)})" for s in term.slots)
-    return f"[{', '.join(slots)}]"

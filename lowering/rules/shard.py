@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from pdsl.grammar.diagnostics import Diagnostic, Label, Severity
 from pdsl.grammar.patterns import Pattern
-from pdsl.lowering.rules.base import STYLED_MODULES, TENSOR_STYLES, Context, Rule, listed, plural, quoted, term_text
-from pdsl.lowering.spec import LayoutCall, LayoutSlots, ShardRule
+from pdsl.lowering.rules.base import STYLED_MODULES, TENSOR_STYLES, Context, Rule, listed, plural, quoted
+from pdsl.lowering.spec import LayoutCall, LayoutSlots, ShardRule, term_text
 from pdsl.lowering.values import near
 
 if TYPE_CHECKING:

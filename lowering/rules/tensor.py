@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.lowering.rules.base import STYLED_MODULES, TENSOR_STYLES, Context, Rule, listed, plural, term_text
+from pdsl.lowering.rules.base import STYLED_MODULES, TENSOR_STYLES, Context, Rule, listed, plural
 from pdsl.lowering.rules.mesh import divisors, factors
-from pdsl.lowering.spec import LayoutCall, LayoutSlots, LayoutTerm, ShardRule
+from pdsl.lowering.spec import LayoutCall, LayoutSlots, LayoutTerm, ShardRule, term_text
 
 if TYPE_CHECKING:
     from pdsl.lowering.facts import ParameterFacts

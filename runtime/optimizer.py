@@ -59,12 +59,12 @@ def make_optimizer(call: CallValue, parameters: Iterable[torch.Tensor]) -> torch
     raise RunError(f"no optimizer {call.name}; adamw and sgd are known")
 
 
-def _made(factory: OptimizerFactory, held: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _made(factory: object, held: list[nn.Parameter]) -> torch.optim.Optimizer:
     if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
         raise RunError(
             "an optimizer made before the session holds parameters that are not the session's; give a function from parameters to optimizer"
         )
-    made = factory(held)
+    made: torch.optim.Optimizer = factory(held)
     ours = {id(p) for p in held}
     foreign = sum(id(p) not in ours for g in made.param_groups for p in g["params"])
     if foreign:

@@ -40,13 +40,22 @@ class Reducer:
     """Sums of gradients for one rank.
 
     `parameters` are the owned trainable parameters by name, after sharding. Per step: `begin_step`, `begin_last_backward` per stage, `issue` per
-    REDUCE action, then `finish`, which gives the summed local gradients.
+    REDUCE action, then `finish`, which gives the summed local gradients. `settle` is called before gradients are read: it waits for what FSDP2
+    has not finished yet.
     """
 
-    def __init__(self, plan: Plan, program: Program, parameters: Mapping[str, nn.Parameter], groups: Groups) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        parameters: Mapping[str, nn.Parameter],
+        groups: Groups,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         self._parameters = dict(parameters)
         self._buckets = program.buckets
         self._groups = groups
+        self._settle = settle
         self._bucket_of = {name: i for i, b in enumerate(self._buckets) for name in b.parameters}
         self._flat = [self._make_flat(b) for b in self._buckets]
         self._stages_left: list[set[int]] = []
@@ -99,6 +108,7 @@ class Reducer:
 
     @torch.no_grad()
     def _start(self, index: int) -> None:
+        self._settle()
         bucket, flat = self._buckets[index], self._flat[index]
         offset = 0
         for name in bucket.parameters:
@@ -114,6 +124,7 @@ class Reducer:
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Wait for all sums. Local gradients by name, shaped like the local parameters; a parameter that got none is left out."""
+        self._settle()
         found: dict[str, torch.Tensor] = {}
         for index, bucket in enumerate(self._buckets):
             work = self._works[index]

@@ -96,7 +96,7 @@ class Session:
         units = shard_layers(runner, self.model, plan, rank, mesh, names) if mesh is not None and plan.shard_size > 1 else None
         named = dict(self.model.named_parameters(remove_duplicate=False))
         self.parameters = {p.name: named[names[p.name]] for p in owned if p.trainable}
-        self._reducer = Reducer(plan, self._program, self.parameters, self.groups)
+        self._reducer = Reducer(plan, self._program, self.parameters, self.groups, units.settle if units is not None else lambda: None)
         self._optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer)
         self._objective = make_objective(plan.job)
         self._executor = Executor(plan, self._program, self.groups, runner, self._objective, self._reducer, units)

@@ -80,10 +80,13 @@ class Units:
     The root's unit holds what belongs to no layer alone; it reduces when the last stage of the rank comes to its last backward.
     """
 
-    def __init__(self, root: FSDPModule, by_stage: dict[int, list[FSDPModule]], *, reshard: bool) -> None:
+    def __init__(
+        self, root: FSDPModule, by_stage: dict[int, list[FSDPModule]], *, reshard: bool, exchange: ExchangeReduceScatter | None = None
+    ) -> None:
         self._root = root
         self._by_stage = by_stage
         self._reshard = reshard
+        self._exchange = exchange
         self._remaining: set[int] = set()
 
     def begin_step(self) -> None:
@@ -108,6 +111,11 @@ class Units:
         if not self._remaining:
             self._set(self._root, last=True)
         self._root.set_is_last_backward(True)
+
+    def settle(self) -> None:
+        """Wait for the reductions that are under way; before that the gradients of the units hold nothing."""
+        if self._exchange is not None:
+            self._exchange.settle()
 
     def _set(self, unit: FSDPModule, *, last: bool) -> None:
         unit.set_requires_gradient_sync(last, recurse=False)
@@ -141,12 +149,13 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     _order_gathers(root, units, reshard=plan.reshard)
-    if mesh.device_type == "cpu":
+    exchange = ExchangeReduceScatter() if mesh.device_type == "cpu" else None
+    if exchange is not None:
         for unit in (root, *units):
-            unit.set_custom_reduce_scatter(cast("Any", ExchangeReduceScatter()))
+            unit.set_custom_reduce_scatter(cast("Any", exchange))
         # on a GPU gathers run on a stream of their own; on a CPU they only overlap if they are asynchronous
         root._set_unshard_async_op(True)
-    return Units(root, by_stage, reshard=plan.reshard)
+    return Units(root, by_stage, reshard=plan.reshard, exchange=exchange)
 
 
 def _order_gathers(root: FSDPModule, units: list[FSDPModule], *, reshard: bool) -> None:

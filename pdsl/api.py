@@ -128,6 +128,7 @@ def run(
     metrics: str | os.PathLike[str] | None = None,
     progress: bool = True,
     log_dir: str | None = None,
+    port: int = 0,
 ) -> RunReport:
     """Train as a plan says: on local processes, or as one rank of many where torchrun started this process.
 
@@ -137,6 +138,7 @@ def run(
         metrics: A file for one JSON object a step.
         progress: Show a bar, or a line now and then, on stderr.
         log_dir: A folder for what each rank prints, one file each.
+        port: Where local processes meet; 0 takes any free port. torchrun has its own options for it.
 
     Returns:
         Losses, samples and seconds, the same on every rank.
@@ -154,7 +156,7 @@ def run(
         with one_voice(store, member.rank):
             result = train_rank(plan, member.rank, store, local_rank=member.local_rank, **told)  # type: ignore[arg-type]
     else:
-        result = launch(plan, "train", told, log_directory=log_dir)[0]
+        result = launch(plan, "train", told, log_directory=log_dir, port=port)[0]
     return RunReport(**{**result, "losses": tuple(result["losses"])})
 
 

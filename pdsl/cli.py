@@ -90,6 +90,7 @@ def arguments() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argument
     run.add_argument("file", metavar="FILE", help="a .pdsl file, or a plan that was written with -o")
     run.add_argument("--steps", type=_positive, metavar="N", help="steps to take instead of those of the spec")
     run.add_argument("--metrics", metavar="FILE", help="write one JSON object a step")
+    run.add_argument("--port", type=_positive, default=0, metavar="N", help="the port where the ranks meet (default: any free one)")
     run.add_argument("--log-dir", metavar="FOLDER", help="write what each rank has to say into a file of its own")
     _spec_options(run)
 

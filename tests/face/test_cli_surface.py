@@ -14,7 +14,7 @@ SPEC = {"--set", "--profile", "--world"}
 SURFACE = {
     "check": (["files"], {"--format", "--no-model", "--stdin-filename", "--fail-on", *SPEC}),
     "plan": (["file"], {"-o", "--output", "--format", "--svg", "--origins", "--print-after", *SPEC}),
-    "run": (["file"], {"--steps", "--metrics", "--log-dir", *SPEC}),
+    "run": (["file"], {"--steps", "--metrics", "--log-dir", "--port", *SPEC}),
     "verify": (["file"], {"--steps", "--tolerance", *SPEC}),
     "explain": (["code"], set()),
     "init": (["name"], set()),

@@ -1,0 +1,158 @@
+"""Numbers of public bug reports about scale, norms and losses. Each was silently wrong somewhere; here is the right value.
+
+The small model is four Linear(8, 8) from seed 0 on eight rows from seed 1, targets zero, mean squared error: loss 0.0867.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pdsl
+from pdsl.lowering.plan import Plan
+from pdsl.runtime.gradients import local_tensor
+from pdsl.runtime.session import Session
+from pdsl.runtime.verify import assemble, verify_rank
+from tests.pool import Pool
+from tests.user_models import four_linears, four_linears_rows
+
+SPEC = """pdsl 1
+mesh {{ {axes} }}
+cluster {{ device = cpu }}
+model "tests.user_models:{model}" {{}}
+{blocks}
+train {{
+  data = source("tests.user_models:{model}_rows")
+  objective = {objective}
+  batch = {batch}
+  steps = 4
+  optimizer = sgd(lr = 1e-1)
+  seed = 0
+  {train}
+}}
+"""
+
+WEIGHT_NORMS = (0.08546, 0.15083, 0.12890, 0.14651)
+MICROBATCH_LOSSES = (0.1016, 0.1004, 0.0548, 0.0901)
+
+
+def compiled(axes: str, *, blocks: str = "", train: str = "", model: str = "four_linears", objective: str = "mse", batch: int = 8) -> Plan:
+    text = SPEC.format(axes=axes, blocks=blocks, train=train, model=model, objective=objective, batch=batch)
+    return pdsl.compile(pdsl.load(text))
+
+
+def pipelined(microbatches: int, schedule: str = "gpipe") -> str:
+    return f"pipeline over pp {{ schedule = {schedule}(microbatches = {microbatches}) }}"
+
+
+def _rank(rank: int, world: int, store: Any, plan: str, steps: int) -> dict[str, Any]:
+    return verify_rank(Plan.from_json(plan), rank, store, steps=steps)
+
+
+def reports(pool: Pool, plan: Plan, steps: int = 1) -> list[dict[str, Any]]:
+    return pool.run(_rank, plan.world_size, plan.to_json(), steps)
+
+
+def weight_norms(plan: Plan, ranks: list[dict[str, Any]]) -> list[float]:
+    gradients = assemble(plan, ranks).gradients[0]
+    return [float(gradients[f"{i}.weight"].norm()) for i in range(4)]
+
+
+def reference(max_norm: float = float("inf")) -> tuple[float, list[float], float]:
+    """Loss, norms of the weights' gradients, and the global norm, by plain torch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = four_linears()
+    data = four_linears_rows().rows(range(8))
+    loss = nn.functional.mse_loss(model(data["x"]), data["target"])
+    loss.backward()
+    norms = [float(layer.weight.grad.norm()) for layer in model]  # type: ignore[union-attr,operator]
+    return loss.item(), norms, float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+
+
+def test_the_reference_is_that_of_the_reports() -> None:
+    loss, norms, _ = reference()
+    assert loss == pytest.approx(0.0867, abs=5e-5)
+    assert loss == pytest.approx(sum(MICROBATCH_LOSSES) / 4, abs=5e-5)
+    assert norms == pytest.approx(WEIGHT_NORMS, abs=5e-6)
+
+
+def test_case_39_every_rank_reports_the_loss_of_the_last_stage(pool: Pool) -> None:
+    plan = compiled("axis pp = 2", blocks=pipelined(4))
+    for rank in reports(pool, plan):
+        assert rank["losses"] == [pytest.approx(0.0867, abs=5e-5)]
+        assert rank["losses"] == [pytest.approx(reference()[0], rel=1e-6)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_case_47_rounds_of_accumulation_do_not_scale_what_was_there(pool: Pool, accumulate: int) -> None:
+    plan = compiled("axis pp = 2", blocks=pipelined(2), train=f"accumulate = {accumulate}")
+    assert weight_norms(plan, reports(pool, plan)) == pytest.approx(WEIGHT_NORMS, abs=5e-6)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_case_48_gradients_do_not_depend_on_the_number_of_stages(pool: Pool, stages: int) -> None:
+    plan = compiled(f"axis pp = {stages}", blocks=pipelined(4))
+    assert plan.world_size == stages
+    assert weight_norms(plan, reports(pool, plan)) == pytest.approx(WEIGHT_NORMS, abs=5e-6)
+
+
+@pytest.mark.parametrize("axes", ["axis dp = 2", "axis dp = 1"], ids=["one sequence a rank", "both on one rank"])
+def test_case_50_a_mean_over_tokens_is_over_all_tokens(pool: Pool, axes: str) -> None:
+    plan = compiled(axes, model="one_linear", objective='"tests.user_models:masked_square"', train="loss = mean(over = tokens)", batch=2)
+    gradients = assemble(plan, reports(pool, plan)).gradients[0]
+    assert float(gradients["0.weight"].norm()) == pytest.approx(6.69518, abs=1e-5)  # the mean of the ranks' means is 5.15014
+
+
+def test_case_57_the_norm_is_over_all_stages_and_one_factor_clips_all(pool: Pool) -> None:
+    _, _, norm = reference()
+    plan = compiled("axis pp = 2", blocks=pipelined(4), train="clip = 0.1")
+    ranks = reports(pool, plan)
+    assert [r["norms"] for r in ranks] == [[pytest.approx(norm, rel=1e-6)]] * 2
+    per_stage = [float(torch.stack([g.norm() for g in r["gradients"][0].values()]).norm()) for r in ranks]
+    assert all(own < 0.95 * norm for own in per_stage)  # neither stage knows the norm by itself
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        start = dict(four_linears().named_parameters())
+    trace = assemble(plan, ranks)
+    for name, weight in trace.weights[0].items():
+        moved = (start[name].detach() - weight) / 0.1  # plain descent at rate 0.1
+        torch.testing.assert_close(moved, trace.gradients[0][name] * (0.1 / norm), rtol=1e-4, atol=1e-6)  # a difference of weights near 0.3
+
+
+def _local_shape(rank: int, world: int, store: Any, plan: str) -> tuple[int, ...]:
+    with Session(Plan.from_json(plan), rank, store) as session:
+        return tuple(local_tensor(session.parameters["0.weight"]).shape)
+
+
+@pytest.mark.parametrize("axes", ["axis rep = 1; axis sh = 4", "axis sh = 4; axis rep = 1"])
+def test_case_6_an_axis_shards_by_its_role_not_by_its_place(pool: Pool, axes: str) -> None:
+    plan = compiled(axes, blocks='shard { "**" => fsdp(sh) }')
+    assert pool.run(_local_shape, 4, plan.to_json()) == [(2, 8)] * 4
+
+
+def test_case_66_an_optimizer_made_before_sharding_is_refused() -> None:
+    plan = compiled("axis dp = 1")
+    early = torch.optim.SGD(four_linears().parameters(), lr=0.1)
+    with pytest.raises(pdsl.RunError, match="an optimizer made before the session"), pdsl.session(plan, optimizer=early):  # type: ignore[arg-type]
+        pass
+    foreign = list(four_linears().parameters())
+    with (
+        pytest.raises(pdsl.RunError, match="holds 8 parameters that are not the session's"),
+        pdsl.session(plan, optimizer=lambda _: torch.optim.SGD(foreign, lr=0.1)),
+    ):
+        pass
+
+
+def test_case_66_an_optimizer_of_ones_own_moves_the_weights() -> None:
+    plan = compiled("axis dp = 1")
+    data = four_linears_rows().rows(range(8))
+    with pdsl.session(plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.5)) as session:
+        before = {n: t.clone() for n, t in session.weights.items()}
+        session.step(data)
+        assert all(not torch.equal(before[n], t) for n, t in session.weights.items())
+        moved = {n: before[n] - t for n, t in session.weights.items()}
+    assert [float(moved[f"{i}.weight"].norm()) / 0.5 for i in range(4)] == pytest.approx(WEIGHT_NORMS, abs=5e-6)

@@ -1,0 +1,50 @@
+"""Models and data as a user would write them, named in the specs of tests as "tests.user_models:...": the small ones of public bug reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Rows", "four_linears", "four_linears_rows", "masked_square", "one_linear", "one_linear_rows"]
+
+
+class Rows:
+    """A data set of given tensors; row i of each."""
+
+    def __init__(self, **columns: Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def rows(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        return {name: column[list(indices)] for name, column in self.columns.items()}
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+def four_linears() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+
+def four_linears_rows() -> Rows:
+    generator = torch.Generator().manual_seed(1)
+    return Rows(x=torch.randn(8, 8, generator=generator), target=torch.zeros(8, 8))
+
+
+def one_linear() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 1, bias=False))
+
+
+def one_linear_rows() -> Rows:
+    """Two sequences: one token of ones, three tokens of twos; padding does not count."""
+    x = torch.stack([torch.full((3, 4), 1.0), torch.full((3, 4), 2.0)])
+    return Rows(x=x, target=torch.tensor([[0, -100, -100], [0, 0, 0]]))
+
+
+def masked_square(output: Tensor, target: Tensor) -> Tensor:
+    """The mean over the tokens that count of the squared output."""
+    return output.squeeze(-1)[target != -100].square().mean()

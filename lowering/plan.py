@@ -17,9 +17,12 @@ from pdsl.lowering.places import Coordinate, MeshAxis
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.spec import CallValue, Value
 
-__all__ = ["PLAN_VERSION", "Coordinate", "Job", "MeshAxis", "ParameterLayout", "Pipeline", "Plan", "StageCut", "Template"]
+__all__ = ["DEFAULT_SILENCE", "PLAN_VERSION", "Coordinate", "Job", "MeshAxis", "ParameterLayout", "Pipeline", "Plan", "StageCut", "Template"]
 
 PLAN_VERSION = 1
+
+DEFAULT_SILENCE = 300.0
+"""Seconds; for a spec without a fault budget, which says nothing about silence."""
 
 
 @frozen
@@ -90,7 +93,7 @@ class Plan:
     """All pipelines, layouts and microbatches of one generation.
 
     `microbatches` is their count over all pipelines in one step; each has `batch / microbatches` samples, of which every shard coordinate
-    takes an equal part. `frozen_layers` is the length of the frozen prefix. `pending` names what the spec asks for and this version does not execute.
+    takes an equal part. `silence` are the seconds after which a rank that says nothing counts as lost. `frozen_layers` is the length of the frozen prefix. `pending` names what the spec asks for and this version does not execute.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Plan:
     frozen_layers: int = 0
     generation: int = 0
     pending: tuple[str, ...] = ()
+    silence: float = DEFAULT_SILENCE
     version: int = PLAN_VERSION
 
     @cached_property

@@ -12,7 +12,7 @@ from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.mesh import Mesh
 from pdsl.lowering.pending import pending
-from pdsl.lowering.plan import Job, MeshAxis, ParameterLayout, Pipeline, Plan, StageCut, Template
+from pdsl.lowering.plan import DEFAULT_SILENCE, Job, MeshAxis, ParameterLayout, Pipeline, Plan, StageCut, Template
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.schedules import SCHEDULES, single
 from pdsl.lowering.simulate import StageCosts, simulate
@@ -201,6 +201,7 @@ def _finish(draft: _Draft) -> Plan:
         pipelines=draft.pipelines,
         job=_job(spec),
         reshard=spec.pipeline is None,
+        silence=float(spec.fault_budget.silence) if spec.fault_budget is not None else DEFAULT_SILENCE,
         pending=tuple(f"{path}: {what}" for path, what in pending(spec)),
     )
     _check_batch(made)

@@ -17,6 +17,7 @@ from pdsl.grammar.errors import RunError
 from pdsl.lowering.facts import BoundaryTensor
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Action, ActionKind, Program
+from pdsl.runtime.faults import in_words
 from pdsl.runtime.gradients import Reducer
 from pdsl.runtime.groups import Groups
 from pdsl.runtime.objective import Objective
@@ -64,6 +65,7 @@ class Executor:
     _inputs: dict[int, tuple[BoundaryTensor, ...]] = field(init=False)
     _last_backward: frozenset[int] = field(init=False)
     _own_stages: tuple[int, ...] = field(init=False)
+    _current: Action = field(init=False)
     _posted: dict[tuple[ActionKind, int, int], tuple[list[dist.Work], tuple[torch.Tensor, ...]]] = field(factory=dict, init=False)
     _sends: list[tuple[dist.Work, torch.Tensor]] = field(factory=list, init=False)
     _flying: dict[_Key, _InFlight] = field(factory=dict, init=False)
@@ -74,16 +76,40 @@ class Executor:
         rank, facts = self.program.rank, self.plan.facts
         stages = self.plan.template(self.plan.coordinate(rank).pipeline).stages
         self._own_stages = self.plan.stages_of(rank)
+        self._current = self.program.actions[0]
         self._inputs = {i: facts.layers[s.start].inputs if i else () for i, s in enumerate(stages)}
         self._last_backward = frozenset({a.stage: i for i, a in enumerate(self.program.actions) if a.kind is ActionKind.BACKWARD}.values())
 
     def step(self, microbatches: Mapping[int, Mapping[str, torch.Tensor]]) -> StepSums:
-        """Run every action but STEP. `microbatches` are this rank's rows by global microbatch id."""
+        """Run every action but STEP. `microbatches` are this rank's rows by global microbatch id.
+
+        Raises RunError, with the action that this rank was at, if a peer is gone or silent.
+        """
         sums = StepSums()
         self.reducer.begin_step()
         if self.units is not None:
             self.units.begin_step()
+        with in_words(self._where, self.plan.silence):
+            self._run(microbatches, sums)
+            for work, _ in self._sends:
+                work.wait()
+        self._sends.clear()
+        return sums
+
+    def _where(self) -> str:
+        """What this rank is at, and whom it waits for there."""
+        action = self._current
+        names = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
+        what = names.get(action.kind, action.kind.name.lower().replace("_", " "))
+        needs = {ActionKind.FORWARD: ActionKind.RECEIVE_ACTIVATION, ActionKind.BACKWARD: ActionKind.RECEIVE_GRADIENT}.get(action.kind)
+        key = (needs, action.stage, action.microbatch)
+        peer = next((a.peer for a in self.program.actions if (a.kind, a.stage, a.microbatch) == key), action.peer)
+        waits = f", which needs rank {peer}" if peer >= 0 else ""
+        return f"at the {what} of stage {action.stage}, microbatch {action.microbatch}{waits}"
+
+    def _run(self, microbatches: Mapping[int, Mapping[str, torch.Tensor]], sums: StepSums) -> None:
         for index, action in enumerate(self.program.actions):
+            self._current = action
             match action.kind:
                 case ActionKind.FORWARD:
                     self._forward(action, microbatches[action.microbatch], sums)
@@ -102,13 +128,9 @@ class Executor:
                 case ActionKind.REDUCE:
                     self.reducer.issue(action.bucket)
                 case ActionKind.STEP:
-                    break
+                    return
                 case _:
                     raise RunError(f"this version does not execute {action.kind.name.lower().replace('_', ' ')} actions")
-        for work, _ in self._sends:
-            work.wait()
-        self._sends.clear()
-        return sums
 
     @property
     def _units(self) -> Units:

@@ -27,6 +27,7 @@ from attrs import frozen
 from pdsl.grammar.errors import RankError, RunError
 from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Plan
+from pdsl.runtime.faults import follows_another
 
 __all__ = ["Membership", "join", "launch", "membership", "one_voice", "outcome_of"]
 
@@ -106,7 +107,7 @@ def outcome_of(error: BaseException) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "message": text,
-        "follows": any(sign in text for sign in _PEER_GONE),
+        "follows": follows_another(text),
         "traceback": "".join(traceback.format_exception(error)),
     }
 

@@ -25,6 +25,7 @@ from pdsl.lowering.plan import Plan
 from pdsl.lowering.programs import program
 from pdsl.runtime.build import build
 from pdsl.runtime.executor import Executor
+from pdsl.runtime.faults import in_words
 from pdsl.runtime.gradients import Reducer
 from pdsl.runtime.groups import Groups, device_of
 from pdsl.runtime.objective import make_objective
@@ -58,7 +59,7 @@ class Session:
     """One rank of a plan. Use it as a context manager; `step` takes the global batch, the same on every rank.
 
     `model` replaces the factory of the plan: a module with its weights, or a function that builds one. `optimizer` is a function from
-    the local parameters to a torch optimizer that works element by element. `timeout` in seconds bounds every wait for another rank.
+    the local parameters to a torch optimizer that works element by element.
     Raises RunError if the ranks hold different plans, NotExecuted if the plan asks for what this version cannot run.
     """
 
@@ -71,7 +72,6 @@ class Session:
         local_rank: int | None = None,
         model: nn.Module | Callable[..., nn.Module] | None = None,
         optimizer: OptimizerFactory | None = None,
-        timeout: float = 60.0,
     ) -> None:
         require_executable(plan.pending)
         if store is None and plan.world_size > 1:
@@ -81,13 +81,14 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if store is not None:
-            _agree(plan, rank, store, timeout)
+            with in_words(lambda: "at the start, when all ranks compare their plans", plan.silence):
+                _agree(plan, rank, store, plan.silence)
         self._program = program(plan, rank)
         owned = owned_parameters(plan, rank)
         self.model = build(plan, {p.name for p in owned}, self.device, model=model)
         self.model.train()
         names = live_names(self.model, plan, rank)
-        self.groups = Groups(plan, self._program, store, self.device, timedelta(seconds=timeout))
+        self.groups = Groups(plan, self._program, store, self.device, timedelta(seconds=plan.silence))
         mesh = self.groups.mesh
         if mesh is not None and plan.tensor_size > 1:
             apply_tensor_parallel(self.model, plan, rank, mesh, names)
@@ -145,8 +146,9 @@ class Session:
         begin = time.perf_counter()
         on_device = {m: {n: t.to(self.device) for n, t in batch.items()} for m, batch in rows.items()}
         sums = self._executor.step(on_device)
-        gradients = self._reducer.finish()
-        loss, squared, tokens, digest = self._agree_on_sums(sums.loss, sums.tokens, self._reducer.squared_norm(gradients), ids)
+        with in_words(lambda: f"at the sums of step {self.steps_taken}", self.plan.silence):
+            gradients = self._reducer.finish()
+            loss, squared, tokens, digest = self._agree_on_sums(sums.loss, sums.tokens, self._reducer.squared_norm(gradients), ids)
         over = float(tokens) if self._objective.over_tokens else 1.0
         if over == 0:
             raise RunError(f"step {self.steps_taken}: no token of the batch counts; the mean over tokens is undefined")

@@ -192,6 +192,21 @@ def test_a_forward_that_raises_names_the_place_once(tmp_path: Path, start: type[
     assert len(told.splitlines()) == 1
 
 
+def test_a_rank_that_hangs_ends_the_run_after_the_silence_of_the_spec(tmp_path: Path, start: type[Running]) -> None:
+    write(tmp_path, model='late = "sleep"')
+    with (tmp_path / "net.pdsl").open("a") as file:
+        file.write("fault_budget { silence = 3s }\n")
+    run = start()
+    run.wait_for_steps(1)
+    status, told = run.end(30)
+    assert status == 1
+    assert "no answer within 3 s, from a process that is still there" in told
+    assert "microbatch" in told
+    assert "which needs rank" in told
+    assert len(told.splitlines()) == 1
+    assert all_end(run.ranks())
+
+
 def test_a_rank_that_ends_at_start_is_named(tmp_path: Path, start: type[Running]) -> None:
     write(tmp_path, model='fail = "exit"')
     warm = subprocess.run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import lru_cache
 
-from pdsl.lowering.ownership import rank_buckets
+from pdsl.lowering.buckets import rank_buckets
 from pdsl.lowering.plan import Plan, Template
 from pdsl.lowering.program import Action, ActionKind, Bucket, Program
 from pdsl.lowering.schedule import Op, Operation

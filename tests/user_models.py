@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Rows", "four_linears", "four_linears_rows", "masked_square", "one_linear", "one_linear_rows"]
+__all__ = [
+    "Rows",
+    "four_linears",
+    "four_linears_rows",
+    "masked_square",
+    "one_linear",
+    "one_linear_rows",
+    "shared_shift",
+    "shared_shift_rows",
+]
 
 
 class Rows:
@@ -33,6 +42,38 @@ def four_linears() -> nn.Sequential:
 def four_linears_rows() -> Rows:
     generator = torch.Generator().manual_seed(1)
     return Rows(x=torch.randn(8, 8, generator=generator), target=torch.zeros(8, 8))
+
+
+class _Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x + shift))
+
+
+class _SharedShift(nn.Module):
+    """Blocks that are all given one parameter of the model itself, which lies in none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((8,), 0.1))
+        self.blocks = nn.ModuleList([_Shifted() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.shift)
+        return x
+
+
+def shared_shift() -> nn.Module:
+    return _SharedShift()
+
+
+def shared_shift_rows() -> Rows:
+    generator = torch.Generator().manual_seed(1)
+    return Rows(x=torch.randn(64, 8, generator=generator), target=torch.zeros(64, 8))
 
 
 def one_linear() -> nn.Sequential:

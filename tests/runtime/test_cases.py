@@ -15,7 +15,7 @@ import pdsl
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.gradients import local_tensor
 from pdsl.runtime.session import Session
-from pdsl.runtime.verify import assemble, verify_rank
+from pdsl.runtime.verify import assemble, compare, oracle, verify_rank
 from tests.pool import Pool
 from tests.user_models import four_linears, four_linears_rows
 
@@ -156,3 +156,12 @@ def test_case_66_an_optimizer_of_ones_own_moves_the_weights() -> None:
         assert all(not torch.equal(before[n], t) for n, t in session.weights.items())
         moved = {n: before[n] - t for n, t in session.weights.items()}
     assert [float(moved[f"{i}.weight"].norm()) / 0.5 for i in range(4)] == pytest.approx(WEIGHT_NORMS, abs=5e-6)
+
+
+def test_a_parameter_of_the_model_itself_is_reduced_when_its_last_stage_is(pool: Pool) -> None:
+    # it lies in the root's FSDP2 unit, which is reduced at the end; no sum over pipelines may start before
+    blocks = 'shard { "**" => fsdp(sh) }\npipeline over pp { schedule = interleaved_1f1b(microbatches = 2, virtual = 2) }'
+    plan = compiled("axis dp = 2; axis pp = 2; axis sh = 2", blocks=blocks, model="shared_shift", batch=32)
+    ours = assemble(plan, reports(pool, plan))
+    report = compare(ours, oracle(plan, ours), 1e-5)
+    assert report.ok, report.worst

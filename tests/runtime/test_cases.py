@@ -161,7 +161,7 @@ def test_case_66_an_optimizer_of_ones_own_moves_the_weights() -> None:
 def test_a_parameter_of_the_model_itself_is_reduced_when_its_last_stage_is(pool: Pool) -> None:
     # it lies in the root's FSDP2 unit, which is reduced at the end; no sum over pipelines may start before
     blocks = 'shard { "**" => fsdp(sh) }\npipeline over pp { schedule = interleaved_1f1b(microbatches = 2, virtual = 2) }'
-    plan = compiled("axis dp = 2; axis pp = 2; axis sh = 2", blocks=blocks, model="shared_shift", batch=32)
+    plan = compiled("axis dp = 2; axis pp = 2; axis sh = 2", blocks=blocks, model="shared_shift", objective="model", batch=32)
     ours = assemble(plan, reports(pool, plan))
     report = compare(ours, oracle(plan, ours), 1e-5)
     assert report.ok, report.worst

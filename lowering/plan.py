@@ -17,7 +17,18 @@ from pdsl.lowering.places import Coordinate, MeshAxis
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.spec import CallValue, Value
 
-__all__ = ["DEFAULT_SILENCE", "PLAN_VERSION", "Coordinate", "Job", "MeshAxis", "ParameterLayout", "Pipeline", "Plan", "StageCut", "Template"]
+__all__ = [
+    "DEFAULT_SILENCE",
+    "PLAN_VERSION",
+    "Coordinate",
+    "Job",
+    "MeshAxis",
+    "ParameterLayout",
+    "Pipeline",
+    "Plan",
+    "StageCut",
+    "Template",
+]
 
 PLAN_VERSION = 1
 

@@ -6,7 +6,6 @@ PdslError
  +-- PlanError        no plan exists for a sound spec on the given ranks
  +-- RunError         a run could not start or could not go on
       +-- RankError   one rank failed; carries the rank and its own traceback as text
-      +-- PeerError   this rank cannot go on because another has failed, which says why
       +-- NotExecuted the spec asks for something that this version does not execute
 """
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 from pdsl.grammar.diagnostics import Diagnostic
 
-__all__ = ["ModelError", "NotExecuted", "PdslError", "PeerError", "PlanError", "RankError", "RunError", "SpecError"]
+__all__ = ["ModelError", "NotExecuted", "PdslError", "PlanError", "RankError", "RunError", "SpecError"]
 
 
 class PdslError(Exception):
@@ -59,10 +58,6 @@ class RankError(RunError):
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed: {self.reason}"
-
-
-class PeerError(RunError):
-    """This rank cannot go on because another has failed. The reason lies with that rank, which tells it; nobody need print this one."""
 
 
 class NotExecuted(RunError):

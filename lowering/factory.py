@@ -31,7 +31,6 @@ __all__ = [
     "module_file",
     "on_path",
     "parse_reference",
-    "place_of",
     "plain",
     "plain_arguments",
     "resolve",
@@ -255,25 +254,19 @@ def _users_place(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_short(error.filename)}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [place for f in frames if (place := place_of(f.filename, f.lineno or 0))]
-    return own[-1] if own else ""
-
-
-def place_of(filename: str, line: int) -> str:
-    """`file:line` if that is the user's own code, relative to here if it can be; else empty."""
-    return "" if _foreign(filename) else f"{_short(filename)}:{line}"
+    own = [f for f in frames if not _foreign(f.filename)]
+    return f"{_short(own[-1].filename)}:{own[-1].lineno}" if own else ""
 
 
 def _foreign(filename: str) -> bool:
-    """Whether a frame is of no concern to the user: PDSL's own, but for the models and data that ship, Python's or those of an installed package."""
-    if filename.startswith("<"):
+    path = Path(filename)
+    here = Path(__file__).resolve().parent
+    if filename.startswith("<") or path.parent.resolve() in {here, here.parent / "runtime"}:
         return True
-    path, top = Path(filename).resolve(), Path(__file__).resolve().parent.parent
-    face = top if top.name == "pdsl" and (top / "api.py").exists() else top / "pdsl"  # installed, or in a checkout
-    if path.is_relative_to(face / "models") or path == face / "data.py":
+    if path.is_relative_to(here.parent / "pdsl") or path.is_relative_to(
+        here.parent / "models"
+    ):  # the models that ship are users of PDSL too
         return False
-    if any(path.is_relative_to(folder) for folder in (face, top / "grammar", top / "lowering", top / "runtime")):
-        return True
     return "site-packages" in path.parts or path.is_relative_to(Path(traceback.__file__).parent)
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pdsl.lowering.facts import ModelFacts
     from pdsl.lowering.plan import Plan
     from pdsl.runtime.optimizer import OptimizerFactory
-    from pdsl.runtime.report import RunReport
     from pdsl.runtime.session import Session
+    from pdsl.runtime.train import RunReport
     from pdsl.runtime.verify import VerifyReport
 
     Model = nn.Module | Callable[..., nn.Module]
@@ -137,7 +137,7 @@ def run(
         steps: Steps to take instead of those of the plan.
         metrics: A file for one JSON object a step.
         progress: Show a bar, or a line now and then, on stderr.
-        log_dir: A folder for what each rank prints, and its traceback if it fails, one file each.
+        log_dir: A folder for what each rank prints, one file each.
         port: Where local processes meet; 0 takes any free port. torchrun has its own options for it.
 
     Returns:
@@ -145,24 +145,17 @@ def run(
 
     Raises:
         RunError: The run could not start or go on; RankError if one rank failed, NotExecuted if the plan asks for what this version cannot do.
-            Under torchrun RankError is raised in the rank that failed first, PeerError in the others.
     """
-    from pdsl.runtime.report import RunReport, open_metrics
-    from pdsl.runtime.torchrun import join, membership, one_voice
+    from pdsl.runtime.launch import join, launch, membership, one_voice
+    from pdsl.runtime.train import RunReport, train_rank
 
     told = {"steps": steps, "metrics": None if metrics is None else os.fspath(metrics), "progress": progress}
     member = membership()
-    if told["metrics"] is not None and (member is None or member.rank == 0):
-        open_metrics(str(told["metrics"]), "a").close()  # before anything starts; what an earlier run wrote stays until this one trains
     if member is not None:
-        from pdsl.runtime.train import train_rank
-
         store = join(plan, member)
         with one_voice(store, member.rank):
             result = train_rank(plan, member.rank, store, local_rank=member.local_rank, **told)  # type: ignore[arg-type]
     else:
-        from pdsl.runtime.launch import launch
-
         result = launch(plan, "train", told, log_directory=log_dir, port=port)[0]
     return RunReport(**{**result, "losses": tuple(result["losses"])})
 
@@ -205,8 +198,8 @@ def session(plan: Plan, model: Model | None = None, *, optimizer: OptimizerFacto
     Raises:
         RunError: This process is not one of the ranks, or the ranks hold different plans.
     """
+    from pdsl.runtime.launch import join, membership
     from pdsl.runtime.session import Session
-    from pdsl.runtime.torchrun import join, membership
 
     member = membership()
     if member is None and plan.world_size > 1:

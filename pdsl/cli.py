@@ -91,9 +91,7 @@ def arguments() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argument
     run.add_argument("--steps", type=_positive, metavar="N", help="steps to take instead of those of the spec")
     run.add_argument("--metrics", metavar="FILE", help="write one JSON object a step")
     run.add_argument("--port", type=_positive, default=0, metavar="N", help="the port where the ranks meet (default: any free one)")
-    run.add_argument(
-        "--log-dir", metavar="FOLDER", help="write what each rank prints, and its traceback if it fails, into a file of its own"
-    )
+    run.add_argument("--log-dir", metavar="FOLDER", help="write what each rank has to say into a file of its own")
     _spec_options(run)
 
     verify = commands.add_parser(
@@ -140,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence()
         return CLEAN
     except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED) if os.environ.get("LOCAL_RANK", "0") == "0" else INTERRUPTED
+        return _say("interrupted", INTERRUPTED)
     except SystemExit as ending:
         return _say(f"code that the spec names ended the process: SystemExit({ending.code})", FINDINGS)
     except Exception as error:  # noqa: BLE001  the last resort: nobody but a developer of PDSL wants a traceback
@@ -190,14 +188,10 @@ def _near(word: str, known: Iterable[str]) -> str:
 
 
 def _failed(error: Exception) -> int:
-    from pdsl.grammar.errors import PdslError, PeerError, RankError
+    from pdsl.grammar.errors import PdslError
 
     if os.environ.get("PDSL_DEBUG"):
-        if isinstance(error, RankError):
-            sys.stderr.write(error.traceback)
         raise error
-    if isinstance(error, PeerError):  # the rank that it follows has told the reason
-        return FINDINGS
     if isinstance(error, PdslError):
         return _say(str(error), FINDINGS)
     told = " ".join(str(error).split())

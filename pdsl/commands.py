@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pdsl.lowering.plan import Plan
     from pdsl.lowering.spec import Spec
     from pdsl.render.terminal import Terminal
-    from pdsl.runtime.report import RunReport
 
 __all__ = ["check", "explain", "init", "plan", "run", "verify"]
 
@@ -131,11 +130,8 @@ class _Trace:
         return "\n".join(blocks)
 
 
-def _plan_of(options: argparse.Namespace, trace: _Trace | None = None, *, tell: bool = True) -> tuple[Plan, Spec | None]:
-    """The plan of a file: of a spec, with the spec, or one that was written before.
-
-    Findings go to stderr, unless another process tells them; Findings is raised if they are errors.
-    """
+def _plan_of(options: argparse.Namespace, trace: _Trace | None = None) -> tuple[Plan, Spec | None]:
+    """The plan of a file: of a spec, with the spec, or one that was written before. Findings go to stderr; Findings is raised if they are errors."""
     from pdsl.grammar.diagnostics import Severity
     from pdsl.lowering.planner import plan as plan_spec
     from pdsl.reading import check_rules, examine
@@ -150,7 +146,7 @@ def _plan_of(options: argparse.Namespace, trace: _Trace | None = None, *, tell: 
         return _read_plan(options.file, source.text), None
     found = examine(source, world=options.world, overrides=options.overrides, profile=options.profile)
     told = [d for d in found.diagnostics if d.severity is not Severity.NOTE]
-    if told and tell:
+    if told:
         sys.stderr.write(render_full(told, 1, _terminal(sys.stderr)))
     if found.spec is None or found.facts is None:
         raise Findings
@@ -173,17 +169,16 @@ def _read_plan(file: str, text: str) -> Plan:
 
 def run(options: argparse.Namespace) -> int:
     """`pdsl run FILE`."""
-    from pdsl.grammar.errors import PdslError, RankError
+    from pdsl import api
 
-    try:
-        report = _train(options, speaks=_speaks())
-    except RankError:  # raised in one rank alone
-        raise
-    except PdslError:
-        if _speaks():
-            raise
-        raise Findings from None
-    if os.environ.get("RANK", "0") != "0":
+    made, _ = _plan_of(options)
+    member = "RANK" in os.environ
+    speaks = not member or os.environ["RANK"] == "0"
+    if speaks:
+        for text in made.pending:
+            sys.stderr.write(f"not executed: {text}\n")
+    report = api.run(made, steps=options.steps, metrics=options.metrics, log_dir=options.log_dir, port=options.port)
+    if not speaks:
         return CLEAN
     first, last = report.losses[0], report.losses[-1]
     rate = f"{report.samples_per_second:.1f} samples/s"
@@ -192,21 +187,6 @@ def run(options: argparse.Namespace) -> int:
     if report.metrics is not None:
         sys.stdout.write(f"metrics are in {report.metrics}\n")
     return CLEAN
-
-
-def _speaks() -> bool:
-    """Whether this process tells what all ranks of a node find alike: under torchrun they read the same files and say the same."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
-
-
-def _train(options: argparse.Namespace, *, speaks: bool) -> RunReport:
-    from pdsl import api
-
-    made, _ = _plan_of(options, tell=speaks)
-    if speaks:
-        for text in made.pending:
-            sys.stderr.write(f"not executed: {text}\n")
-    return api.run(made, steps=options.steps, metrics=options.metrics, log_dir=options.log_dir, port=options.port)
 
 
 def verify(options: argparse.Namespace) -> int:

@@ -1,14 +1,9 @@
 """Programs on torch.distributed: launching, groups, the executor, sharding, gradients, optimizer, data.
 
-launch      local processes; which failure is the reason
-agent       the process that holds the ranks of this machine
-torchrun    one rank of many that torchrun started
-faults      what ended a rank, in words
-standing    where a rank stands that says nothing
+launch      local processes, or one rank of many under torchrun; failures of ranks
 groups      the island as torch's WORLD, PDSL's own groups across islands
 build       the model with the weights of one seeded process, only the owned ones kept
 stage       a run of layers through the model's own forward
-stand_ins   what a module gives that lives on another rank
 shard       tensor parallel styles and FSDP2 units on what a rank owns
 exchange    the reduce-scatter that gloo lacks
 executor    one program, one step
@@ -16,7 +11,6 @@ gradients   sums across pipelines, overlapped with the backward pass; the global
 optimizer   optimizers on local shards, rates
 rows        which samples a step takes, in which order, and which a rank reads
 session     all of it behind `step(batch)`
-train       the loop over a data set
-report      metrics, progress, what a run did
+train       the loop over a data set, metrics, progress
 verify      comparison with one process
 """

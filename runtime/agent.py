@@ -7,30 +7,24 @@ speaks JSON lines: one job on stdin, events on stdout. When stdin closes, becaus
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
-import io
 import json
 import os
 import selectors
-import shutil
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pdsl.lowering.factory import describe_error
 from pdsl.lowering.plan import Plan
 from pdsl.runtime import train, verify
-from pdsl.runtime.faults import outcome_of
-from pdsl.runtime.standing import answer_when_asked
+from pdsl.runtime.launch import outcome_of
 
 __all__ = ["main"]
 
@@ -41,18 +35,7 @@ _TASKS: dict[str, Callable[..., Any]] = {"train": train.train_rank, "verify": ve
 
 def main() -> int:
     """Read one job from stdin and run it. Exit status 0 if every rank ended well, 1 otherwise."""
-    line = sys.stdin.readline()
-    if not line:
-        return 1  # the launcher is gone before it said what to do
-    job = json.loads(line)
-    try:
-        return _run(job)
-    except Exception as error:  # noqa: BLE001  the launcher tells it, in one message
-        _tell(event="refused", reason=f"the ranks could not be started: {describe_error(error)}")
-        return 1
-
-
-def _run(job: dict[str, Any]) -> int:
+    job = json.loads(sys.stdin.readline())
     plan = Plan.from_json(job["plan"])
     gc.collect()
     gc.freeze()  # what is there now belongs to all ranks; collecting it again in each costs memory and half a second
@@ -65,14 +48,13 @@ def _run(job: dict[str, Any]) -> int:
         )
         return 1
     port = listener.getsockname()[1]
-    agent = os.getpid()
     ranks: dict[int, int] = {}
     ready_read, ready_write = os.pipe()
     for rank in range(plan.world_size):
         pid = os.fork()
         if pid == 0:
             os.close(ready_write)
-            _rank(plan, rank, port, ready_read, job, listener, agent)
+            _rank(plan, rank, port, ready_read, job, listener)
         ranks[pid] = rank
     os.close(ready_read)
     store = dist.TCPStore(
@@ -80,14 +62,15 @@ def _run(job: dict[str, Any]) -> int:
     )
     os.close(ready_write)  # the ranks read the end of this pipe as "the store is there"
     _tell(event="started", pids={rank: pid for pid, rank in ranks.items()})
-    status = _watch(ranks, Path(job["directory"]))
+    status = _watch(ranks)
     del store
     return status
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(port: int) -> Any:
+    import socket
+
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run that linger do not count
     listener.bind(("127.0.0.1", port))
     listener.listen(512)
     return listener
@@ -101,8 +84,8 @@ def _tell(**event: object) -> None:
         pass  # the launcher is gone; the closed stdin says so too
 
 
-def _watch(ranks: dict[int, int], directory: Path) -> int:
-    """Report each rank as it ends; end all of them, and remove what the run kept, once stdin closes: a killed launcher cannot do so."""
+def _watch(ranks: dict[int, int]) -> int:
+    """Report each rank as it ends; end all of them once stdin closes."""
     status = 0
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ, None)
@@ -116,7 +99,6 @@ def _watch(ranks: dict[int, int], directory: Path) -> int:
                     if not os.read(0, 4096):
                         selector.unregister(0)
                         _end(left)
-                        shutil.rmtree(directory, ignore_errors=True)
                     continue
                 selector.unregister(key.fd)
                 os.close(key.fd)
@@ -135,58 +117,33 @@ def _end(ranks: dict[int, int]) -> None:
             continue
 
 
-def _rank(plan: Plan, rank: int, port: int, ready: int, job: dict[str, Any], listener: socket.socket, agent: int) -> None:
+def _rank(plan: Plan, rank: int, port: int, ready: int, job: dict[str, Any], listener: Any) -> None:
     """The life of one rank in its own process; never returns."""
-    code, directory = 1, Path(job["directory"])
+    code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != agent:
-            os._exit(code)  # the agent died before this process could ask to die with it
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         listener.close()
-        terminal = _redirect(rank, job["log_directory"])
-        answer_when_asked(directory, rank)
+        with open(os.devnull) as nothing:  # noqa: PTH123
+            os.dup2(nothing.fileno(), 0)
+        if job["log_directory"] and rank:
+            with (Path(job["log_directory"]) / f"rank-{rank}.log").open("a") as log:
+                os.dup2(log.fileno(), 2)
+        os.dup2(2, 1)  # stdout belongs to the agent's events; what a model prints goes to stderr
         os.read(ready, 1)
         torch.set_num_threads(job["threads"])
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        shown = {"terminal": terminal} if job["task"] == "train" else {}
-        result = _TASKS[job["task"]](plan, rank, store, **job["arguments"], **shown)
-        _write_result(directory, rank, result)
+        result = _TASKS[job["task"]](plan, rank, store, **job["arguments"])
+        torch.save(result, Path(job["directory"]) / f"result-{rank}.pt")
         code = 0
     except BaseException as error:  # noqa: BLE001  whatever ended this rank must be told in one place
+        _write_outcome(Path(job["directory"]) / f"outcome-{rank}.json", error)
         if job["log_directory"]:
-            sys.stderr.writelines(traceback.format_exception(error))
-        _write_outcome(directory / f"outcome-{rank}.json", error)
+            with (Path(job["log_directory"]) / f"rank-{rank}.log").open("a") as log:
+                log.writelines(traceback.format_exception(error))
     finally:
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _redirect(rank: int, log_directory: str | None) -> IO[str]:
-    """Send what this rank prints to its log if there are logs, else to stderr: stdout belongs to the agent's events. Gives the terminal."""
-    with open(os.devnull) as nothing:  # noqa: PTH123
-        os.dup2(nothing.fileno(), 0)
-    terminal: IO[str] = sys.stderr
-    if log_directory:
-        terminal = os.fdopen(os.dup(2), "w", buffering=1)
-        with (Path(log_directory) / f"rank-{rank}.log").open("w") as log:
-            os.dup2(log.fileno(), 2)
-        faulthandler.enable(all_threads=False)  # a crash inside a library leaves its place in the log too
-    os.dup2(2, 1)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a rank that is killed has said what it said
-    return terminal
-
-
-def _write_result(directory: Path, rank: int, result: Any) -> None:
-    try:
-        text = json.dumps(result)
-    except TypeError:
-        torch.save(result, directory / f"result-{rank}.pt")
-    else:
-        (directory / f"result-{rank}.json").write_text(text)
 
 
 def _write_outcome(path: Path, error: BaseException) -> None:

@@ -55,18 +55,7 @@ def read_rows(dataset: Any, indices: Sequence[int]) -> dict[str, torch.Tensor]:
     if rows is not None:
         return dict(rows(list(indices)))
     found = [dataset[i] for i in indices]
-    return {name: _stack(name, indices, [torch.as_tensor(row[name]) for row in found]) for name in found[0]}
-
-
-def _stack(name: str, indices: Sequence[int], tensors: list[torch.Tensor]) -> torch.Tensor:
-    other = next((i for i, t in enumerate(tensors) if t.shape != tensors[0].shape), None)
-    if other is None:
-        return torch.stack(tensors)
-    first, second = tuple(tensors[0].shape), tuple(tensors[other].shape)
-    raise RunError(
-        f'the samples of a batch must have one shape: "{name}" of sample {indices[0]} has {first}, that of sample {indices[other]} has {second}; '
-        "let the data set crop or pad them"
-    )
+    return {name: torch.stack([torch.as_tensor(row[name]) for row in found]) for name in found[0]}
 
 
 def split_batch(batch: Batch, places: range) -> dict[str, torch.Tensor]:

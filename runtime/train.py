@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
+from attrs import frozen
 
-from pdsl.grammar.errors import ModelError, PdslError, RunError
-from pdsl.lowering.factory import call_factory, describe_error, plain_arguments, resolve
+from pdsl.grammar.errors import ModelError, RunError
+from pdsl.lowering.factory import call_factory, plain_arguments, resolve
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.report import Reporter
 from pdsl.runtime.rows import read_rows, step_indices, steps_per_epoch
 from pdsl.runtime.session import Session
 
-__all__ = ["make_dataset", "train_rank"]
+__all__ = ["RunReport", "make_dataset", "train_rank"]
+
+
+@frozen
+class RunReport:
+    """What a run did. `seconds` are those of all its steps together, `losses` one per step."""
+
+    steps: int
+    losses: tuple[float, ...]
+    samples: int
+    seconds: float
+    metrics: str | None
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def final_loss(self) -> float:
+        return self.losses[-1]
 
 
 def train_rank(
@@ -27,11 +45,10 @@ def train_rank(
     metrics: str | None = None,
     progress: bool = True,
     local_rank: int | None = None,
-    terminal: IO[str] | None = None,
 ) -> dict[str, Any]:
     """Train `steps` steps (the plan's own count if None) as one rank. Gives the fields of a RunReport as plain data.
 
-    `terminal` is where progress is shown, stderr if None. Raises ModelError, RunError or NotExecuted with a message for the user.
+    Raises ModelError, RunError or NotExecuted with a message for the user.
     """
     total = plan.job.steps if steps is None else steps
     dataset = make_dataset(plan)
@@ -41,27 +58,16 @@ def train_rank(
     seconds = 0.0
     with (
         Session(plan, rank, store, local_rank=local_rank) as session,
-        Reporter(total, metrics=metrics, progress=progress, generation=plan.generation, active=rank == 0, terminal=terminal) as reporter,
+        Reporter(total, metrics=metrics, progress=progress, generation=plan.generation, active=rank == 0) as reporter,
     ):
         for step in range(total):
             order = step_indices(plan.job.seed, step, size, plan.job.batch)
             ids = {m: [order[i] for i in places] for m, places in session.places.items()}
-            result = session.step_rows({m: _read(plan, dataset, part) for m, part in ids.items()}, ids)
+            result = session.step_rows({m: read_rows(dataset, part) for m, part in ids.items()}, ids)
             losses.append(result.loss)
             seconds += result.seconds
             reporter.step(result)
     return {"steps": total, "losses": losses, "samples": total * plan.job.batch, "seconds": seconds, "metrics": metrics}
-
-
-def _read(plan: Plan, dataset: Any, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Rows of the data set. Raises ModelError, with the user's own line, if it does."""
-    try:
-        return read_rows(dataset, indices)
-    except PdslError:
-        raise
-    except Exception as error:
-        assert plan.job.data is not None
-        raise ModelError(f"reading rows of {plan.job.data.positional[0]} raised {describe_error(error)}") from error
 
 
 def make_dataset(plan: Plan) -> Any:

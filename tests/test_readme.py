@@ -58,10 +58,8 @@ def test_the_loop_runs_under_torchrun_too(folder: Path) -> None:
     (folder / "script.py").write_text(script, encoding="utf-8")
     done = run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"], folder)
     assert done.returncode == 0, done.stderr
-    losses = re.findall(
-        r"step \d: loss \d+\.\d{4}, gradient norm \d+\.\d{4}",  # two ranks may share a line
-        done.stdout,
-    )
+    # two ranks may share a line
+    losses = re.findall(r"step \d: loss \d+\.\d{4}, gradient norm \d+\.\d{4}", done.stdout)
     assert len(losses) == 6
     assert len(set(losses)) == 3
 

@@ -182,7 +182,8 @@ class Recorder:
 
     def _begin_segment(self) -> None:
         self.flops_at.append(self.flops.total)
-        node: Any = torch.zeros((), requires_grad=True).view(()).grad_fn
+        with torch.enable_grad():
+            node: Any = torch.zeros((), requires_grad=True).view(()).grad_fn
         self.marks.append(node._sequence_nr())
         self.modules.append([])
         self.saved.append({})
@@ -197,6 +198,8 @@ class Recorder:
         self.order.append(name)
         self._begin_segment()
         leaves, spec = tree_flatten((args, kwargs))
+        if not torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise NotAChain(f"{name} runs without autograd on tensors that need a gradient, as under checkpoint(..., use_reentrant=True)")
         args, kwargs = tree_unflatten(self._aliased(leaves), spec)
         return args, kwargs
 

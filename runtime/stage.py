@@ -7,10 +7,14 @@ and parameters keep their names.
 
 The calls of modules are intercepted before their hooks run, so what FSDP2 or tensor parallelism hooked to an owned module works as ever, and what
 hangs on a module that is skipped stays untouched.
+
+A model may compute parts again in its backward (`torch.utils.checkpoint`). What is called then belongs to the pass whose backward runs, gets what
+that pass was given, and draws the random numbers that it drew.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +22,11 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.facts import SINGLE_INPUT, LayerKind, ModelFacts
+from pdsl.runtime.stand_ins import StandIns, hollow
 
 __all__ = ["StageModule", "StageRunner"]
 
@@ -40,26 +45,25 @@ class _Range:
     start: int
     stop: int
     own: frozenset[str]  # modules that run
-    bare: tuple[tuple[str, str], ...]  # (module, parameter) of parameters that live elsewhere, outside of all stand-ins
+    bare: tuple[tuple[str, str], ...]  # (module, parameter) of parameters that live elsewhere
 
 
 @define(eq=False)
 class _Pass:
-    """The state of one pass."""
+    """The state of one pass, kept until its backward is done."""
 
     stage: _Range
     received: tuple[Tensor, ...]
     next_block: int  # layer of the block that comes next
-    swaps: dict[int, Tensor] = field(factory=dict)  # id of a stand-in's tensor -> what was received for it
-    alive: list[object] = field(factory=list)  # ids stay unique as long as their objects live
+    swaps: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(factory=dict)  # by id of a stand-in's tensor: itself, what came for it
+    alive: list[object] = field(factory=list)  # stand-ins' tensors, until the forward is done
+    seeds: dict[int, int] = field(factory=dict)  # layer -> seed of its random numbers
+    again: bool = False  # whether the forward is done, and parts of it run once more for the backward
 
-
-@frozen
-class _Replay:
-    """What a stand-in gave for inputs of one kind: for each leaf of its output a tensor of NaN, ("input", k), or a plain value."""
-
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
+    def received_for(self, leaf: Any) -> Any:
+        """What was received in place of a stand-in's tensor; any other leaf as it is."""
+        stand_in, tensor = self.swaps.get(id(leaf), (None, None))
+        return tensor if stand_in is not None and stand_in() is leaf else leaf
 
 
 class StageRunner(nn.Module):
@@ -79,9 +83,10 @@ class StageRunner(nn.Module):
         self.before_layer: Callable[[int], None] | None = None
         self._blocks = [i for i, layer in enumerate(facts.layers) if layer.kind is LayerKind.BLOCK]
         self._direct = facts.sequential and all(len(layer.inputs) <= 1 for layer in facts.layers)
-        self._replays: dict[object, _Replay | None] = {}
+        self._bare: dict[int, list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]] = {}  # by first layer of a stage
         self._current: _Pass | None = None
-        self._inside_stand_in = False
+        self._in_backward: weakref.ref[_Pass] | None = None
+        self._stand_ins = StandIns()
         self._stages = {s: self._range(start, stop) for s, (start, stop) in stages.items()}
         if not facts.inputs and not facts.sequential:
             raise RunError(
@@ -105,14 +110,30 @@ class StageRunner(nn.Module):
             )
         if self._direct:
             return self._run_children(part, received, batch)
-        if self.facts.layers[part.start].kind is LayerKind.PROLOGUE:
-            self._layer_begins(part.start)
-        self._current = _Pass(part, received, self._blocks[0])
+        now = self._current = _Pass(part, received, self._blocks[0])
+        if self.facts.layers[part.start].kind is LayerKind.PROLOGUE or len(self.facts.layers) == 1:
+            self._layer_begins(part.start, now)
         try:
             with self._bare_parameters(part, batch), self._stopping():
-                return self._call_model(batch)
+                output = self._call_model(batch)
         finally:
             self._current = None
+        now.again = True
+        now.alive.clear()
+        self._announce_backward(now, output)
+        return output
+
+    def _announce_backward(self, now: _Pass, output: Any) -> None:
+        """Let the backward through `output` say whose it is, for what the model computes again in it."""
+
+        def begins(*_: Any) -> None:
+            self._in_backward = weakref.ref(now)
+
+        leaves = tree_leaves(output)
+        held = (v for leaf in leaves if not isinstance(leaf, Tensor) for v in tree_leaves(getattr(leaf, "__dict__", {})))
+        for tensor in (*leaves, *held):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begins)
 
     def _call_model(self, batch: Mapping[str, Tensor]) -> Any:
         entries = {name: batch[name] for name in self.facts.inputs}
@@ -130,9 +151,15 @@ class StageRunner(nn.Module):
             x = self.model._modules[self.facts.layers[index].name](x)  # type: ignore[misc]
         return x if part.stop == len(self.facts.layers) else (x.contiguous(),)
 
-    def _layer_begins(self, index: int) -> None:
-        if self.before_layer is not None:
-            self.before_layer(index)
+    def _layer_begins(self, index: int, now: _Pass | None = None) -> None:
+        if self.before_layer is None:
+            return
+        if now is not None and now.again:
+            torch.manual_seed(now.seeds[index])
+            return
+        self.before_layer(index)
+        if now is not None:
+            now.seeds[index] = torch.initial_seed()
 
     # --- preparation ----------------------------------------------------------------------------------------------------------------------
 
@@ -143,10 +170,8 @@ class StageRunner(nn.Module):
         if start and layers[start].cut_before:
             raise RunError(f"no stage may begin at {layers[start].name}: {layers[start].cut_before}")
         own = frozenset(m for layer in layers[start:stop] for m in layer.modules)
-        stand_ins = {m for layer in layers for m in layer.modules} - own
         elsewhere = {n for p in self.facts.parameters if not set(p.layers) & set(range(start, stop)) for n in (p.name, *p.aliases)}
-        owners = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in sorted(elsewhere)]
-        bare = tuple((m, leaf) for m, leaf in owners if not any(m == s or m.startswith(f"{s}.") for s in stand_ins))
+        bare = tuple((name.rpartition(".")[0], name.rpartition(".")[2]) for name in sorted(elsewhere))
         return _Range(start, stop, own, bare)
 
     def _intercept(self) -> None:
@@ -159,16 +184,22 @@ class StageRunner(nn.Module):
 
     def _interceptor(self, name: str, module: nn.Module, plain: Callable[..., Any], block: int | None) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            now = self._current
-            if now is None or self._inside_stand_in:
+            now = self._current or self._pass_in_backward()
+            if now is None or self._stand_ins.running:
                 return plain(*args, **kwargs)
             if block is not None:
                 return self._call_block(now, block, module, plain, args, kwargs)
             if name in now.stage.own:
                 return plain(*args, **kwargs)
-            return self._stand_in(name, module, args, kwargs)
+            return self._stand_ins(name, module, args, kwargs)
 
         return call
+
+    def _pass_in_backward(self) -> _Pass | None:
+        """The pass whose backward runs now, None outside of a backward."""
+        if self._in_backward is None or torch._C._current_graph_task_id() == -1:
+            return None
+        return self._in_backward()
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -197,11 +228,13 @@ class StageRunner(nn.Module):
         self, now: _Pass, index: int, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         layers, stage = self.facts.layers, now.stage
-        if index != now.next_block:
+        if index != now.next_block and not now.again:
             raise RunError(
                 f"{layers[index].name} was called where {layers[now.next_block].name} came when the model was probed: all blocks must run, in one order"
             )
         now.next_block = index + 1
+        if index >= stage.stop and now.again:
+            raise RunError(f"the backward computes {layers[index].name} again, which belongs to another stage")
         if index >= stage.stop:
             leaves, _ = tree_flatten((args, kwargs))
             raise _Stop(self._crossing(now, leaves, index))
@@ -209,13 +242,13 @@ class StageRunner(nn.Module):
             output = self._skip_block(index, module, args, kwargs)
         else:
             args, kwargs = self._put_in(now, index, args, kwargs)
-            self._layer_begins(index)
+            self._layer_begins(index, now)
             output = plain(*args, **kwargs)
         return self._after_last_block(now, output) if index == self._blocks[-1] else output
 
     def _after_last_block(self, now: _Pass, output: Any) -> Any:
         epilogue = self._blocks[-1] + 1
-        if epilogue == len(self.facts.layers):
+        if epilogue == len(self.facts.layers) or (now.again and now.stage.stop == epilogue):
             return output
         if now.stage.stop == epilogue:
             leaves, _ = tree_flatten(output)
@@ -223,7 +256,7 @@ class StageRunner(nn.Module):
         if now.stage.start == epilogue:
             leaves, spec = tree_flatten(output)
             output = tree_unflatten(self._swapped(now, epilogue, leaves), spec)
-        self._layer_begins(epilogue)
+        self._layer_begins(epilogue, now)
         return output
 
     def _put_in(self, now: _Pass, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -234,7 +267,7 @@ class StageRunner(nn.Module):
         if index == now.stage.start:
             leaves = self._swapped(now, index, leaves)
         elif any(id(leaf) in now.swaps for leaf in leaves):
-            leaves = [now.swaps.get(id(leaf), leaf) for leaf in leaves]
+            leaves = [now.received_for(leaf) for leaf in leaves]
         else:
             return args, kwargs
         args, kwargs = tree_unflatten(leaves, spec)
@@ -247,71 +280,45 @@ class StageRunner(nn.Module):
             if not isinstance(old, Tensor):
                 raise RunError(f"{self.facts.layers[index].name} was given other arguments than when the model was probed")
             now.alive.append(old)
-            now.swaps[id(old)] = tensor.clone() if facts.mutated else tensor
-        return [now.swaps.get(id(leaf), leaf) for leaf in leaves]
+            now.swaps[id(old)] = weakref.ref(old), tensor.clone() if facts.mutated else tensor
+        return [now.received_for(leaf) for leaf in leaves]
 
     def _crossing(self, now: _Pass, leaves: list[Any], index: int) -> tuple[Tensor, ...]:
         """What the next stage needs; what this stage received and hands on unchanged is among it."""
         crossing = [leaves[facts.leaf] for facts in self.facts.layers[index].inputs]
-        return tuple(now.swaps.get(id(t), t).contiguous() for t in crossing)
+        return tuple(now.received_for(t).contiguous() for t in crossing)
 
     def _skip_block(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.facts.layers[index]
         if layer.passthrough and isinstance(args[0], Tensor):
             return args[0].detach()  # a new object each time: exchanging goes by identity
-        return self._stand_in(layer.name, module, args, kwargs)
+        return self._stand_ins(layer.name, module, args, kwargs)
 
-    # --- stand-ins ------------------------------------------------------------------------------------------------------------------------
-
-    def _stand_in(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module of another stage gives: NaN where it depends on its weights, the true values where it does not.
-
-        The module runs with one NaN in place of each parameter. If all it gives is NaN, it need not run again for inputs of the same kind.
-        """
-        inputs, _ = tree_flatten((args, kwargs))
-        key = (name, module.training, tuple(_kind(leaf) for leaf in inputs))
-        replay = self._replays.get(key)
-        if replay is not None:
-            leaves = [_fresh(leaf, inputs) for leaf in replay.leaves]
-            return tree_unflatten(leaves, replay.spec)
-        output = self._without_weights(module, args, kwargs, inputs)
-        if key not in self._replays:
-            self._replays[key] = _make_replay(output, inputs)
-        return output
-
-    def _without_weights(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any]) -> Any:
-        device = next((leaf.device for leaf in inputs if isinstance(leaf, Tensor)), torch.device("cpu"))
-        devices = [device] if device.type == "cuda" else []
-        saved = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-        try:
-            for m, parameters, buffers in saved:
-                m._parameters.update({n: _hollow(p, device) for n, p in parameters.items() if p is not None})
-                m._buffers.update({n: b.clone() for n, b in buffers.items() if b is not None})
-            self._inside_stand_in = True
-            with torch.no_grad(), torch.random.fork_rng(devices=devices):
-                return module.forward(*args, **kwargs)
-        finally:
-            self._inside_stand_in = False
-            for m, parameters, buffers in saved:
-                m._parameters.update(parameters)
-                m._buffers.update(buffers)
+    # --- parameters that live elsewhere --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _bare_parameters(self, part: _Range, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give NaN to parameters without memory that the model's own code reads outside of any module of a layer, such as a class token."""
-        device = next(iter(batch.values())).device
-        changed: list[tuple[nn.Module, str, nn.Parameter]] = []
-        for name, leaf in part.bare:
-            module = self.model.get_submodule(name)
-            parameter = module._parameters.get(leaf)
-            if parameter is not None and parameter.device.type == "meta":
-                changed.append((module, leaf, parameter))
-                module._parameters[leaf] = _hollow(parameter, device)
+        """Give NaN to parameters without memory that the model's own code reads outside of their modules: a class token, the gain of a block."""
+        if part.start not in self._bare:
+            self._bare[part.start] = self._hollow_parameters(part, next(iter(batch.values())).device)
+        changed = [(holder, leaf, holder[leaf]) for holder, leaf, _ in self._bare[part.start]]
+        for holder, leaf, nan in self._bare[part.start]:
+            holder[leaf] = nan
         try:
             yield
         finally:
-            for module, leaf, parameter in changed:
-                module._parameters[leaf] = parameter
+            for holder, leaf, parameter in changed:
+                holder[leaf] = parameter
+
+    def _hollow_parameters(self, part: _Range, device: torch.device) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
+        """Where the parameters without memory are held, under which name, and the NaN for each."""
+        found = []
+        for name, leaf in part.bare:
+            holder = self.model.get_submodule(name)._parameters
+            parameter = holder.get(leaf)
+            if parameter is not None and parameter.device.type == "meta":
+                found.append((holder, leaf, hollow(parameter, device)))
+        return found
 
 
 class StageModule(StageRunner):
@@ -323,39 +330,3 @@ class StageModule(StageRunner):
     def forward(self, received: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Any:  # type: ignore[override]
         """Run the stage on one microbatch."""
         return super().forward(0, received, batch)
-
-
-def _hollow(parameter: Tensor, device: torch.device) -> nn.Parameter:
-    """One NaN in the shape of a parameter (0 where the dtype has no NaN)."""
-    floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
-    scalar = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype, device=device)
-    return nn.Parameter(scalar.expand(parameter.shape), requires_grad=False)
-
-
-def _kind(leaf: Any) -> object:
-    if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device)
-    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
-
-
-def _make_replay(output: Any, inputs: list[Any]) -> _Replay | None:
-    """What to give next time without running; None if some value depends on more than shapes."""
-    places = {id(leaf): k for k, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
-    leaves, spec = tree_flatten(output)
-    kept: list[Any] = []
-    for leaf in leaves:
-        if id(leaf) in places:
-            kept.append(("input", places[id(leaf)]))
-        elif isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(leaf.isnan().all()):
-            kept.append(leaf.clone())
-        elif leaf is None or isinstance(leaf, bool | int | float | str):
-            kept.append(leaf)
-        else:
-            return None
-    return _Replay(tuple(kept), spec)
-
-
-def _fresh(leaf: Any, inputs: list[Any]) -> Any:
-    if isinstance(leaf, tuple):
-        return inputs[leaf[1]]
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pdsl.lowering.facts import ModelFacts
 from pdsl.runtime.build import build_model
@@ -268,6 +269,46 @@ class InPlace(Chain):
 
     def __init__(self) -> None:
         super().__init__([InPlace.Block() for _ in range(3)])
+
+
+class Gained(Chain):
+    """Parameters of the blocks are read outside of the blocks: before, after and between."""
+
+    class Block(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.tensor(0.7))
+            self.row = nn.Parameter(torch.linspace(-1, 1, WIDTH)[None])
+
+    def __init__(self) -> None:
+        super().__init__([Gained.Block() for _ in range(3)])
+
+    def run(self, x: Tensor, tokens: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x * block.gain) + block.row
+        return x
+
+
+class Recomputing(Chain):
+    """Blocks run again in the backward; `through` says how: with the block itself, a function around it, two blocks at once, or never."""
+
+    def __init__(self, through: str = "block", dropout: float = 0.0) -> None:
+        super().__init__([nn.Sequential(Plain(), nn.Dropout(dropout)) for _ in range(4)])
+        self.through = through
+
+    def run(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if self.through == "pairs":
+            for a, b in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+                x = checkpoint(lambda x, a=a, b=b: b(a(x)), x, use_reentrant=False)
+            return x
+        for block in self.blocks:
+            if self.through == "never":
+                x = block(x)
+            elif self.through == "function":
+                x = checkpoint(lambda x, block=block: block(x + 1), x, use_reentrant=False)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.through == "reentrant")
+        return x
 
 
 class Supervised(Chain):

@@ -197,6 +197,10 @@ def test_a_loss_that_reads_inside_earlier_blocks_forbids_the_cuts_that_it_passes
     [
         (chains.Repeated, "blocks.0 is called more than once"),
         (chains.NoList, "there is no list of at least two modules of one class; a method pdsl_chain may name the blocks"),
+        (
+            lambda: chains.Recomputing("reentrant"),
+            "blocks.0 runs without autograd on tensors that need a gradient, as under checkpoint(..., use_reentrant=True)",
+        ),
     ],
 )
 def test_without_a_chain_the_model_is_one_layer_and_the_reason_is_told(factory, reason):

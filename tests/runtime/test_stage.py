@@ -46,6 +46,10 @@ MODELS = {
     "glue": (chains.Glue, {}, chains.batch_of),
     "in place": (chains.InPlace, {}, chains.batch_of),
     "listed": (chains.Listed, {}, chains.batch_of),
+    "parameters of blocks outside of blocks": (chains.Gained, {}, chains.batch_of),
+    "recomputing blocks": (chains.Recomputing, {}, chains.batch_of),
+    "recomputing functions": (chains.Recomputing, {"through": "function"}, chains.batch_of),
+    "recomputing pairs": (chains.Recomputing, {"through": "pairs"}, chains.batch_of),
 }
 
 
@@ -137,6 +141,34 @@ def test_random_numbers_may_be_seeded_layer_by_layer_so_that_cuts_do_not_matter(
             received = tuple(t.detach() for t in received) if isinstance(received, tuple) else received
         losses.append(received.item())
     assert len(set(losses)) == 1
+
+
+def test_what_is_computed_again_draws_the_random_numbers_that_it_drew():
+    """A gradient goes through the masks of the forward; with other masks in the backward it would be another."""
+    weights = chains.Recomputing().state_dict()
+    hidden = torch.ones(3, chains.LENGTH, chains.WIDTH, requires_grad=True)
+    found = []
+    for through in ("never", "block", "pairs"):
+        arguments = {"through": through, "dropout": 0.5}
+        stage = StageModule(chains.Recomputing(**arguments), probe(chains.Recomputing, arguments, batch=chains.batch_of()), 3, 6)
+        stage.model.load_state_dict(weights)
+        stage.before_layer = lambda layer: torch.manual_seed(100 + layer)
+        loss = stage((hidden,), chains.batch_of())
+        torch.manual_seed(7)
+        found.append((loss.detach(), *torch.autograd.grad(loss, hidden)))
+    for loss, gradient in found[1:]:
+        assert loss == found[0][0]
+        torch.testing.assert_close(gradient, found[0][1])
+
+
+def test_a_model_without_a_chain_seeds_its_random_numbers_too():
+    batch = chains.batch_of()
+    model = chains.NoList()
+    model.middle = torch.nn.Dropout(0.5)
+    facts = probe(lambda: model, {}, batch=batch)
+    stage = StageModule(model, facts, 0, 1)
+    stage.before_layer = lambda layer: torch.manual_seed(100 + layer)
+    assert stage((), batch) == stage((), batch)
 
 
 def test_a_value_that_wrongly_depends_on_another_stage_turns_the_loss_to_nan():

@@ -11,10 +11,13 @@ from enum import Enum
 
 from attrs import frozen
 
-__all__ = ["SINGLE_INPUT", "BoundaryTensor", "LayerFacts", "LayerKind", "ModelFacts", "ParameterFacts"]
+__all__ = ["SINGLE_INPUT", "TARGETS", "BoundaryTensor", "LayerFacts", "LayerKind", "ModelFacts", "ParameterFacts"]
 
 SINGLE_INPUT = "input"
 """The name of the batch entry of a model that was run with one tensor and no names."""
+
+TARGETS = ("targets", "target", "labels", "label")
+"""Names of the batch entry that an objective compares the output with; a model that does not take it is called without."""
 
 
 class LayerKind(Enum):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pdsl.grammar.errors import ModelError
 from pdsl.lowering.chain import Observation, Structure, assemble, assemble_unrun, assemble_whole
 from pdsl.lowering.factory import brief_signature, call_factory, describe_error, on_path, resolve
-from pdsl.lowering.facts import SINGLE_INPUT, ModelFacts, ParameterFacts
+from pdsl.lowering.facts import SINGLE_INPUT, TARGETS, ModelFacts, ParameterFacts
 from pdsl.lowering.probe_pass import NotAChain, Recorder, is_plain_sequential, parameter_groups
 from pdsl.lowering.values import near
 
@@ -40,7 +40,7 @@ def probe(
     """The facts of the model that `factory(**arguments)` makes; a string `"module:factory"` is imported with `directory` on the path.
 
     `batch` is a batch of data of any number of rows, as the model's forward takes it by keywords (a single tensor: as its one argument; an
-    `nn.Sequential` takes the first entry). With None the model does not run and the boundaries stay unknown. `chain` names the modules that are the
+    `nn.Sequential` takes the first entry); a target that the forward does not take is left to the objective. With None the model does not run and the boundaries stay unknown. `chain` names the modules that are the
     blocks, as a method or attribute `pdsl_chain` of the model does; otherwise they are found.
 
     Raises ModelError if the model cannot be built or run, or if a listed chain is none.
@@ -50,6 +50,7 @@ def probe(
         make = resolve(factory, directory) if isinstance(factory, str) else factory
         model = _skeleton(make, arguments, name)
         model.train()
+        batch = _taken(model, batch)
         structure = _structure(model, name, batch)
         named = chain if chain is not None else _listed(model)
         listed = _checked_chain(model, named, name) if named is not None else None
@@ -298,6 +299,22 @@ def _observe(
             return _observe(model, structure, blocks, batch, rows)
         given = ", ".join(f"{k}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for k, t in taken.items())
         raise ModelError(f"{structure.factory}: the forward pass failed on a batch of {given}: {describe_error(error)}") from error
+
+
+def _taken(model: nn.Module, batch: Mapping[str, Tensor] | Tensor | None) -> Mapping[str, Tensor] | Tensor | None:
+    """The batch without its target, if the model's forward takes the rest and not the whole."""
+    if not isinstance(batch, Mapping) or is_plain_sequential(model):
+        return batch
+    rest = {name: tensor for name, tensor in batch.items() if name not in TARGETS}
+    return rest if rest and _takes(model, rest) and not _takes(model, batch) else batch
+
+
+def _takes(model: nn.Module, batch: Mapping[str, Tensor]) -> bool:
+    try:
+        inspect.signature(model.forward).bind(**batch)
+    except TypeError:
+        return False
+    return True
 
 
 def _take(tensor: Tensor, rows: int) -> Tensor:

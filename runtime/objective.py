@@ -16,25 +16,24 @@ from torch.nn import functional
 
 from pdsl.grammar.errors import ModelError
 from pdsl.lowering.factory import resolve
+from pdsl.lowering.facts import TARGETS
 from pdsl.lowering.plan import Job
 from pdsl.lowering.spec import CallValue
 
-__all__ = ["IGNORED", "Objective", "WeightedLoss", "flat_cross_entropy", "make_objective", "token_count"]
+__all__ = ["IGNORED", "Objective", "WeightedLoss", "flat_cross_entropy", "make_objective", "strict_mse", "token_count"]
 
 IGNORED = -100  # the label that torch's cross entropy skips
 
-_TARGETS = ("targets", "target", "labels", "label")
-
 
 def _target(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    return next((batch[name] for name in _TARGETS if name in batch), None)
+    return next((batch[name] for name in TARGETS if name in batch), None)
 
 
 def token_count(batch: Mapping[str, torch.Tensor]) -> int:
     """How many targets of a batch count: all that are not -100 (for floating targets: all rows)."""
     target = _target(batch)
     if target is None:
-        raise ModelError(f"mean(over = tokens) counts targets, but the batch has none of {', '.join(_TARGETS)}: {', '.join(batch)}")
+        raise ModelError(f"mean(over = tokens) counts targets, but the batch has none of {', '.join(TARGETS)}: {', '.join(batch)}")
     return int((target != IGNORED).sum()) if not target.is_floating_point() else target.shape[0]
 
 
@@ -69,7 +68,7 @@ class Objective:
         if self.function is not None:
             target = _target(batch)
             if target is None:
-                raise ModelError(f"the objective needs a target, but the batch has none of {', '.join(_TARGETS)}: {', '.join(batch)}")
+                raise ModelError(f"the objective needs a target, but the batch has none of {', '.join(TARGETS)}: {', '.join(batch)}")
             return self.function(output, target)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
         if isinstance(loss, tuple) and loss:
@@ -81,14 +80,26 @@ class Objective:
 
 
 def flat_cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Cross entropy over the last dim of the output; every other dim is a place with one target."""
+    """Cross entropy over the last dim of the output; every other dim is a place with one target. Raises ModelError if the shapes differ there."""
+    if output.shape[:-1] != target.shape:
+        raise ModelError(
+            "cross_entropy takes classes in the last dim of the output and one target for every other place: "
+            f"the output is {tuple(output.shape)}, the target {tuple(target.shape)}, not {tuple(output.shape[:-1])}"
+        )
     return functional.cross_entropy(output.reshape(-1, output.shape[-1]), target.reshape(-1), ignore_index=IGNORED)
+
+
+def strict_mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean squared difference. Raises ModelError if the shapes differ: torch would compare every row with every other."""
+    if output.shape != target.shape:
+        raise ModelError(f"mse compares place by place: the output is {tuple(output.shape)}, the target {tuple(target.shape)}")
+    return functional.mse_loss(output, target)
 
 
 _KNOWN: dict[str, Callable[[Any, torch.Tensor], torch.Tensor] | None] = {
     "model": None,
     "cross_entropy": flat_cross_entropy,
-    "mse": functional.mse_loss,
+    "mse": strict_mse,
 }
 
 

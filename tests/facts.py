@@ -35,7 +35,7 @@ def gpt_facts(*, layers: int = 4, width: int = 64, vocab: int = 256, tied: bool 
     ends = [parameter("norm.weight", (width,), last, "RMSNorm")]
     ends.append("tok.weight" if tied else parameter("head.weight", (vocab, width), last))
     chain.append(LayerFacts("norm", LayerKind.EPILOGUE, ("norm", "head"), tuple(ends), 2 * width * vocab, 4 * vocab))
-    return ModelFacts("pdsl.models:gpt", tuple(chain), tuple(parameters), inputs=("tokens",))
+    return ModelFacts("pdsl.models:gpt", tuple(chain), tuple(parameters), inputs=("tokens",), loss=True)
 
 
 FACTS = {

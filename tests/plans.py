@@ -51,7 +51,7 @@ def facts(blocks: int = 4, *, tied: bool = False, width: int = WIDTH) -> ModelFa
     layers.append(LayerFacts("head", LayerKind.EPILOGUE, ("head",), (head,), 500, 200, inputs=hidden))
     if not tied:
         parameters.append(ParameterFacts(head, (VOCABULARY, width), "float32", trainable=True, layers=(last,), module="Linear"))
-    return ModelFacts("tests.models:chain", tuple(layers), tuple(parameters), inputs=("tokens",), torch="2.13.0")
+    return ModelFacts("tests.models:chain", tuple(layers), tuple(parameters), inputs=("tokens",), loss=True, torch="2.13.0")
 
 
 def job(batch: int = 16, optimizer: CallValue | None = None) -> Job:

@@ -24,6 +24,12 @@ def _percent(share: Fraction) -> str:
     return f"{round(100 * share)} %"
 
 
+def _bubbles(family: ScheduleFamily, positions: int, virtual: int, counts: tuple[int, ...]) -> str:
+    """What each count of microbatches would leave idle: `4 leaves a bubble of 43 %, 8 of 27 %`."""
+    shares = [_percent(family.bubble(positions, n, virtual)) for n in counts]
+    return ", ".join(f"{n} {'of' if i else 'leaves a bubble of'} {share}" for i, (n, share) in enumerate(zip(counts, shares, strict=True)))
+
+
 def _per_microbatch_limit(context: Context) -> int | None:
     """Samples of one round in one pipeline on one shard rank, which microbatches must divide; None if not known or not whole."""
     train, mesh = context.spec.train, context.mesh
@@ -82,15 +88,14 @@ class MicrobatchesAgainstSchedule(Rule):
         if reason is None or (family.virtual and v < 2):
             return
         counts = _fitting(context, family.valid_microbatches(p, m, v))
-        told = [f"{n} of {_percent(family.bubble(p, n, v))}" for n in counts]
-        told[0] = f"{counts[0]} leaves a bubble of {_percent(family.bubble(p, counts[0], v))}"
+        told = _bubbles(family, p, v, counts)
         gpipe = f"; gpipe accepts {m}" if SCHEDULES["gpipe"].accepts(p, m) is None else ""
         yield self.report(
             reason,
             context.place(_COUNT, "pipeline.schedule"),
             f"{m}{context.by(_COUNT)}",
             labels=context.label(f"mesh.{pipeline.axis}", plural(p, "stage")),
-            help=(f"microbatches = {', '.join(told)}{gpipe}",),
+            help=(f"microbatches = {told}{gpipe}",),
         )
 
 
@@ -289,11 +294,11 @@ class IdlePipeline(Rule):
         if family.accepts(p, m, v) is not None or family.advice(p, m, v) is not None or 2 * family.bubble(p, m, v) < 1:
             return
         counts = _fitting(context, tuple(m * n for n in (2, 4, 8)))
-        told = [f"{n} of {_percent(family.bubble(p, n, v))}" for n in counts]
+        told = _bubbles(family, p, v, counts)
         yield self.report(
             f"{family.name} over {plural(p, 'stage')} with {m} microbatch{'' if m == 1 else 'es'} leaves a bubble of {_percent(family.bubble(p, m, v))}",
             context.place(_COUNT, "pipeline.schedule"),
             f"{m}{context.by(_COUNT)}",
             labels=context.label(f"mesh.{pipeline.axis}", plural(p, "stage")),
-            help=(f"microbatches = {', '.join(told)}",),
+            help=(f"microbatches = {told}",),
         )

@@ -82,11 +82,13 @@ class StagesCoverLayers(Rule):
             return
         count = f"{pipeline.axis} {context.positions} x virtual {pipeline.virtual} = {stages}" if pipeline.virtual > 1 else str(stages)
         reasons = tuple(f"no stage may begin at {layer.name}: {layer.cut_before}" for layer in facts.layers[1:] if layer.cut_before)
+        reasons += facts.warnings[:1] if len(facts.layers) == 1 else ()  # what stands in the way of a chain
+        read = f"{plural(len(facts.layers), 'layer')} {'was' if len(facts.layers) == 1 else 'were'} read from {facts.factory}"
         yield self.report(
             f"{count} stages are wanted, and the model can be cut into {starts}",
             pipeline.axis_span,
             labels=context.label(f"mesh.{pipeline.axis}", plural(context.positions, "position")),
-            notes=(f"{plural(len(facts.layers), 'layer')} were read from {facts.factory}", *reasons[:3]),
+            notes=(read, *reasons[:3]),
         )
 
     def _unknown(self, pipeline: PipelineSpec, facts: ModelFacts, misspelt: set[str]) -> Iterator[Diagnostic]:

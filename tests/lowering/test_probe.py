@@ -297,6 +297,17 @@ def test_a_batch_that_the_model_does_not_take():
         probe(gpt, {"layers": 2}, batch={"pixels": torch.zeros(2, 1), "labels": torch.zeros(2)})
 
 
+def test_a_target_that_the_forward_does_not_take_is_left_to_the_objective():
+    class Outputs(chains.Chain):
+        def forward(self, tokens):
+            return self.head(self.run(self.embed(tokens), tokens))
+
+    facts = probe(lambda: Outputs([chains.Plain(), chains.Plain()]), {}, batch=chains.batch_of())
+    assert facts.inputs == ("tokens",)
+    assert not facts.loss
+    assert len(facts.layers) == 4
+
+
 def test_modules_are_found_in_the_directory_of_the_spec(tmp_path):
     for folder, width in (("a", 3), ("b", 4)):
         (tmp_path / folder).mkdir()

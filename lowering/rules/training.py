@@ -1,0 +1,109 @@
+"""Rules on what is trained, against the model: PDL8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdsl.grammar.diagnostics import Diagnostic
+from pdsl.grammar.errors import ModelError
+from pdsl.lowering.rules.base import Context, Rule
+from pdsl.lowering.values import near
+
+__all__ = ["ObjectiveDoesNotFit"]
+
+_OBJECTIVE = "train.objective"
+
+
+class ObjectiveDoesNotFit(Rule):
+    """What it does
+        Checks that what the model returns is a loss, or that an objective makes one of it, not both; and that a function of one's own is there.
+
+    Why it is bad
+        A run would fail at its first step, or a loss would be computed of a loss.
+
+    Example (bad)
+        model "pdsl.models:gpt" { layers = 4 }                 # returns its loss
+        train { objective = cross_entropy }
+
+    Better
+        model "pdsl.models:gpt" { layers = 4 }
+        train { }
+
+    Fix
+        Delete `objective` if the model returns its loss; write `objective = cross_entropy`, `mse` or "module:function" if it returns outputs.
+    """
+
+    code = "PDL803"
+    name = "objective-does-not-fit"
+    needs = frozenset({"train"})
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        train, facts = context.spec.train, context.facts
+        if train is None:
+            return
+        place = context.place(_OBJECTIVE, "train")
+        reason = _missing(train.objective, context.spec.directory) if ":" in train.objective else ""
+        if reason:
+            yield self.report(f'"{train.objective}": {reason}', place)
+        if facts is None or not facts.inputs:
+            return
+        if facts.loss and train.objective != "model":
+            yield self.report(
+                f"{facts.factory} returns a loss, and the objective {train.objective} takes outputs",
+                place,
+                help=("delete `objective`, or let the model return its outputs",),
+            )
+        if not facts.loss and train.objective == "model":
+            yield self.report(
+                f"{facts.factory} returns no loss: neither a scalar nor an output with one under the name loss",
+                place,
+                help=(
+                    'write `objective = cross_entropy`, `mse` or "module:function" in train; it is called with the output and the target',
+                ),
+            )
+
+
+def _missing(reference: str, directory: str) -> str:
+    """Why a function cannot be found, read off the source without importing it; empty if it is there, or if the source does not tell."""
+    from importlib.util import find_spec  # slow to import, and rarely needed
+
+    from pdsl.lowering.factory import module_file, parse_reference
+
+    try:
+        named = parse_reference(reference)
+    except ModelError:
+        return 'this names no function: the form is "package.module:function"'
+    file = module_file(named.module, directory)
+    if file is None:
+        return "" if "." in named.module or find_spec(named.module) is not None else f"there is no module {named.module}"
+    try:
+        names = _names_in(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""  # the run will tell better
+    first = named.attribute.partition(".")[0]
+    if first in names or names & {"*", "__getattr__"}:
+        return ""
+    close = near(first, sorted(names))
+    return f"{named.module} has no {first}" + (f"; did you mean {close}" if close else "")
+
+
+def _names_in(source: bytes) -> set[str]:
+    """Names that a module may have: all that it defines, imports or binds, under conditions too, but not those inside of its functions and classes.
+
+    Raises SyntaxError or ValueError if it is no Python.
+    """
+    import ast
+
+    names: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        waiting += ast.iter_child_nodes(node)
+    return names

@@ -148,6 +148,8 @@ def _structure(model: nn.Module, name: str, batch: Mapping[str, Tensor] | Tensor
         warnings += [
             f"{alias} and {canonical} share memory but are two parameters; PDSL trains them as one" for alias, q in group[1:] if q is not p
         ]
+        if any(getattr(q, hooks, None) for _, q in group for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
+            warnings.append(f"{canonical} has hooks on its gradient: they run once a microbatch, and not at all where it is sharded")
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             warnings.append(

@@ -196,7 +196,7 @@ def verify(options: argparse.Namespace) -> int:
 
     made, _ = _plan_of(options)
     report = api.verify(made, steps=options.steps, tolerance=options.tolerance)
-    sys.stdout.write(render_verify(report, _terminal()))
+    sys.stdout.write(render_verify(report, _terminal(), facts=made.facts))
     return CLEAN if report.ok else FINDINGS
 
 

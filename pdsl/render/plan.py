@@ -18,7 +18,22 @@ from pdsl.lowering.plan import ParameterLayout, Plan
 from pdsl.lowering.programs import template_timeline
 from pdsl.lowering.spec import Spec
 from pdsl.render.schedule import draw_schedule
-from pdsl.render.terminal import PLAIN, Terminal, bar, binary, clip, count, decimal, join_list, numbers, percent, plural, ranges, table
+from pdsl.render.terminal import (
+    PLAIN,
+    Terminal,
+    bar,
+    binary,
+    clip,
+    count,
+    decimal,
+    join_list,
+    numbers,
+    percent,
+    plural,
+    ranges,
+    table,
+    wrapped,
+)
 
 __all__ = ["plan_notes", "render_plan"]
 
@@ -235,7 +250,7 @@ def _schedules(plan: Plan, report: CostReport, terminal: Terminal) -> list[str]:
     waits = f"; all ranks together idle {percent(report.bubble)}" if len(plan.templates) > 1 else ""
     return [
         *lines,
-        *_wrapped(
+        *wrapped(
             f"modelled step: {decimal(slower)} x the work spread evenly{waits} (backward = 2 x forward, transfers free)",
             terminal.width,
             "  ",
@@ -338,15 +353,5 @@ def _notes(plan: Plan, terminal: Terminal) -> list[str]:
         return []
     lines = [terminal.heading("notes")]
     for note in notes[:_MOST_ROWS]:
-        lines += _wrapped(note, terminal.width)
+        lines += wrapped(note, terminal.width)
     return [*lines, *_rest(len(notes))]
-
-
-def _wrapped(text: str, width: int, lead: str = "  - ") -> list[str]:
-    lines, line = [], lead
-    for word in text.split():
-        if len(line) + len(word) > width:
-            lines.append(line.rstrip())
-            line = " " * len(lead)
-        line += word + " "
-    return [*lines, line.rstrip()]

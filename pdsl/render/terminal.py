@@ -12,7 +12,7 @@ from typing import TextIO
 from attrs import frozen
 
 __all__ = [
-    "PLAIN", "Terminal", "bar", "binary", "clip", "count", "decimal", "join_list", "numbers", "percent", "plural", "ranges", "table", "visible",
+    "PLAIN", "Terminal", "bar", "binary", "clip", "count", "decimal", "join_list", "numbers", "percent", "plural", "ranges", "table", "visible", "wrapped",
 ]  # fmt: skip
 
 _CODES = {
@@ -193,3 +193,14 @@ def join_list(words: Sequence[str], last: str = "and") -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def wrapped(text: str, width: int, lead: str = "  - ") -> list[str]:
+    """A text as lines of at most `width`, the first behind `lead`, the others indented as far."""
+    lines, line = [], lead
+    for word in text.split():
+        if len(line) + len(word) > width:
+            lines.append(line.rstrip())
+            line = " " * len(lead)
+        line += word + " "
+    return [*lines, line.rstrip()]

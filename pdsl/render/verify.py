@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from pdsl.render.terminal import PLAIN, Terminal, plural, table
+from pdsl.render.terminal import PLAIN, Terminal, plural, table, wrapped
 
 if TYPE_CHECKING:
+    from pdsl.lowering.facts import ModelFacts
     from pdsl.runtime.verify import Deviation, VerifyReport
 
 __all__ = ["render_verify"]
@@ -15,8 +16,11 @@ __all__ = ["render_verify"]
 _MOST_ROWS = 12
 
 
-def render_verify(report: VerifyReport, terminal: Terminal = PLAIN) -> str:
-    """Losses of both sides, the largest deviation of everything that was compared, the verdict. Ends with a newline."""
+def render_verify(report: VerifyReport, terminal: Terminal = PLAIN, *, facts: ModelFacts | None = None) -> str:
+    """Losses of both sides, the largest deviation of everything that was compared, the verdict. Ends with a newline.
+
+    If not all is equal, `facts` tell what in the model may be why.
+    """
     lines = [terminal.heading(f"{plural(report.steps, 'step')} against one process, tolerance {report.tolerance:g}")]
     rows = [("step", "loss", "one process")]
     rows += [(str(i), f"{a:.7g}", f"{b:.7g}") for i, (a, b) in enumerate(zip(report.losses, report.expected_losses, strict=True))]
@@ -29,7 +33,21 @@ def render_verify(report: VerifyReport, terminal: Terminal = PLAIN) -> str:
     ]
     if len(worst) > _MOST_ROWS:
         lines.append(f"  .. {len(worst) - _MOST_ROWS} more, all smaller")
-    return "\n".join([*lines, "", _verdict(report, terminal), ""])
+    lines += ["", _verdict(report, terminal)]
+    if facts is not None and not report.ok:
+        lines += [line for reason in _reasons(facts) for line in wrapped(reason, terminal.width)]
+    return "\n".join([*lines, ""])
+
+
+def _reasons(facts: ModelFacts) -> tuple[str, ...]:
+    """What makes a model compute something else on a part of the batch than on the whole."""
+    if not facts.random:
+        return facts.warnings
+    drawn = (
+        f"{facts.factory} draws random numbers, as for dropout; which ones depends on the microbatch and the shard, so one process draws others: "
+        "compare without dropout"
+    )
+    return (drawn, *facts.warnings)
 
 
 _HEAD = ("what", "step", "relative", "norm", "")

@@ -403,6 +403,20 @@ def test_deviations_beyond_the_tolerance_end_with_1(folder, monkeypatch, capsys)
     assert out.splitlines()[-1] == "not equal: 1 tensor beyond 1e-05; the largest deviation is loss"
 
 
+def test_a_comparison_that_fails_says_what_in_the_model_may_be_why():
+    from pdsl.lowering.facts import ModelFacts
+    from pdsl.render.verify import render_verify
+    from pdsl.runtime.verify import Deviation, VerifyReport
+
+    def told(relative):
+        report = VerifyReport(1, 1e-5, (Deviation("loss", 0, relative, 1.0),), (1.0,), (1.0,))
+        return render_verify(report, facts=ModelFacts("m:f", (), (), random=True, warnings=("bn normalises over rows",))).splitlines()
+
+    assert told(0.0)[-1].startswith("equal: ")
+    assert told(0.5)[-3].startswith("  - m:f draws random numbers, as for dropout")
+    assert told(0.5)[-1] == "  - bn normalises over rows"
+
+
 def test_a_quick_reader_of_a_plan_is_no_error():
     pipe = f"set -o pipefail; {sys.executable} -m pdsl plan job.pdsl | head -1"
     done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, timeout=60, check=False)

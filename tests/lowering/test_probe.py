@@ -163,6 +163,17 @@ def test_batch_statistics_are_told_by_path():
     assert [w.split(" normalises")[0] for w in facts.warnings] == ["blocks.0.bn (BatchNorm1d)", "blocks.1.bn (BatchNorm1d)"]
 
 
+def test_hooks_on_gradients_are_told():
+    def hooked():
+        model = chains.plain()
+        model.head.weight.register_hook(lambda grad: grad * 2)
+        return model
+
+    assert probe(hooked, {}, batch=chains.batch_of()).warnings == (
+        "head.weight has hooks on its gradient: they run once a microbatch, and not at all where it is sharded",
+    )
+
+
 def test_dropout_is_noticed():
     assert probe(gpt, {"layers": 2, "width": 8, "heads": 2, "dropout": 0.1}, batch=chains.batch_of()).random
 

@@ -20,7 +20,9 @@ def parameter_layouts(facts: ModelFacts, rules: tuple[ShardRule, ...], *, shard_
         rule = next((r for r in rules if r.matches(p.name)), None)
         if rule is None:
             return ParameterLayout(p.name, sharded=False, tensor_dim=None, style="replicate()", line=0)
-        sharded = shard_size > 1 and bool(p.shape) and any(isinstance(t, LayoutCall) and t.name == "fsdp" for t in rule.terms)
+        sharded = (
+            shard_size > 1 and bool(p.shape) and p.numel > 0 and any(isinstance(t, LayoutCall) and t.name == "fsdp" for t in rule.terms)
+        )
         module, _, leaf = p.name.rpartition(".")
         deciding = terms.get(f"{module}.weight", rule.terms) if leaf == "bias" else rule.terms
         split = next((d for t in deciding if (d := tensor_dim(t, p)) is not None), None) if tensor_size > 1 else None

@@ -60,15 +60,16 @@ class Reducer:
         self._flat = [self._make_flat(b) for b in self._buckets]
         self._stages_left: list[set[int]] = []
         self._waiting: list[set[str]] = []
-        self._works: dict[int, dist.Work | None] = {}
+        self._works: dict[int, dist.Work] = {}
         facts = {p.name: p for p in owned_parameters(plan, program.rank)}
         self._counted = tuple(n for n in self._parameters if holders(plan, facts[n], program.rank)[0] == program.rank)
         for name in self._bucket_of:
             self._parameters[name].register_post_accumulate_grad_hook(self._hook(name))
 
     def _make_flat(self, bucket: Bucket) -> torch.Tensor:
+        """The boxes one after the other, then one number for each: on how many ranks it got a gradient."""
         parts = [local_tensor(self._parameters[n].data) for n in bucket.parameters]
-        return torch.zeros(sum(t.numel() for t in parts), dtype=parts[0].dtype, device=parts[0].device)
+        return torch.zeros(sum(t.numel() for t in parts) + len(parts), dtype=parts[0].dtype, device=parts[0].device)
 
     def begin_step(self) -> None:
         self._works.clear()
@@ -111,29 +112,35 @@ class Reducer:
         self._settle()
         bucket, flat = self._buckets[index], self._flat[index]
         offset = 0
-        for name in bucket.parameters:
+        arrived = flat[-len(bucket.parameters) :].fill_(1.0)
+        for place, name in enumerate(bucket.parameters):
             grad = _final_gradient(self._parameters[name])
             size = local_tensor(self._parameters[name].data).numel()
             part = flat[offset : offset + size]
             if grad is None:
                 part.zero_()
+                arrived[place] = 0.0
             else:
                 part.copy_(grad.reshape(-1))
             offset += size
-        self._works[index] = self._groups.summing(bucket.ranks).sum(flat) if flat.numel() else None
+        self._works[index] = self._groups.summing(bucket.ranks).sum(flat)
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Wait for all sums. Local gradients by name, shaped like the local parameters; a parameter that got none is left out."""
+        """Wait for all sums. Local gradients by name, shaped like the local parameters; a parameter that got none on any rank is left out.
+
+        The optimizer must not see a zero there: with weight decay or momentum it would change what one process leaves alone.
+        """
         self._settle()
+        for work in self._works.values():
+            work.wait()
         found: dict[str, torch.Tensor] = {}
+        arrived = self._arrived()
         for index, bucket in enumerate(self._buckets):
-            work = self._works[index]
-            if work is not None:
-                work.wait()
             offset = 0
             for name in bucket.parameters:
                 local = local_tensor(self._parameters[name].data)
-                found[name] = self._flat[index][offset : offset + local.numel()].view(local.shape)
+                if name in arrived:
+                    found[name] = self._flat[index][offset : offset + local.numel()].view(local.shape)
                 offset += local.numel()
         for name, parameter in self._parameters.items():
             if name in self._bucket_of:
@@ -142,6 +149,14 @@ class Reducer:
             if grad is not None:
                 found[name] = grad
         return found
+
+    def _arrived(self) -> set[str]:
+        """The parameters of all buckets that got a gradient on some rank."""
+        if not self._buckets:
+            return set()
+        counts = torch.cat([flat[-len(b.parameters) :].float() for flat, b in zip(self._flat, self._buckets, strict=True)]).tolist()
+        names = [name for b in self._buckets for name in b.parameters]
+        return {name for name, count in zip(names, counts, strict=True) if count}
 
     def squared_norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
         """This rank's share of the squared global norm: every box is counted by the first rank that holds it."""

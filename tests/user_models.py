@@ -11,6 +11,8 @@ __all__ = [
     "Rows",
     "four_linears",
     "four_linears_rows",
+    "idle",
+    "idle_rows",
     "masked_square",
     "one_linear",
     "one_linear_rows",
@@ -74,6 +76,29 @@ def shared_shift() -> nn.Module:
 def shared_shift_rows() -> Rows:
     generator = torch.Generator().manual_seed(1)
     return Rows(x=torch.randn(64, 8, generator=generator), target=torch.zeros(64, 8))
+
+
+class _Idle(nn.Module):
+    """One parameter that nothing reads, and one that only rows of the second half of the data read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.idle = nn.Parameter(torch.ones(3))
+        self.rare = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, late: Tensor, target: Tensor) -> Tensor:
+        y = self.linear(x)
+        return nn.functional.mse_loss(y + late[:, None] * self.rare if late.any() else y, target)
+
+
+def idle() -> nn.Module:
+    return _Idle()
+
+
+def idle_rows() -> Rows:
+    generator = torch.Generator().manual_seed(1)
+    return Rows(x=torch.randn(4, 8, generator=generator), late=torch.tensor([0.0, 0.0, 0.0, 1.0]), target=torch.zeros(4, 8))
 
 
 def one_linear() -> nn.Sequential:

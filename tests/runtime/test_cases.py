@@ -165,3 +165,12 @@ def test_a_parameter_of_the_model_itself_is_reduced_when_its_last_stage_is(pool:
     ours = assemble(plan, reports(pool, plan))
     report = compare(ours, oracle(plan, ours), 1e-5)
     assert report.ok, report.worst
+
+
+def test_a_parameter_without_gradient_has_none_on_many_ranks_either(pool: Pool) -> None:
+    """Zero in place of none would let weight decay and momentum move it. What one row of four reads has a gradient on every rank."""
+    plan = compiled("axis dp = 2", model="idle", objective="model", batch=4)
+    ours = assemble(plan, reports(pool, plan))
+    assert set(ours.gradients[0]) == {"linear.weight", "linear.bias", "rare"}
+    report = compare(ours, oracle(plan, ours), 1e-5)
+    assert report.ok, report.worst

@@ -1,0 +1,28 @@
+"""From ordered rules to the layout of each parameter."""
+
+from __future__ import annotations
+
+import pdsl
+from pdsl.lowering.facts import ModelFacts, ParameterFacts
+from pdsl.lowering.layouts import parameter_layouts
+
+TEXT = """pdsl 1
+mesh { axis a = 2 }
+shard { "*.weight" => fsdp(a); "**" => replicate() }
+train { data = "m:d"; batch = 4; steps = 1; optimizer = sgd(lr = 1) }
+"""
+
+
+def layouts(*shapes: tuple[int, ...], shard_size: int = 2) -> list[bool]:
+    parameters = tuple(ParameterFacts(f"{i}.weight", shape, "float32", True, (0,), "Linear") for i, shape in enumerate(shapes))
+    rules = pdsl.load(TEXT).shard
+    found = parameter_layouts(ModelFacts("m:f", (), parameters), rules, shard_size=shard_size, tensor_size=1)
+    return [layout.sharded for layout in found]
+
+
+def test_what_has_rows_is_split_and_the_rest_is_whole() -> None:
+    assert layouts((4, 8), (1,), (), (0, 8)) == [True, True, False, False]
+
+
+def test_on_an_axis_of_one_nothing_is_split() -> None:
+    assert layouts((4, 8), shard_size=1) == [False]

@@ -6,6 +6,7 @@ PdslError
  +-- PlanError        no plan exists for a sound spec on the given ranks
  +-- RunError         a run could not start or could not go on
       +-- RankError   one rank failed; carries the rank and its own traceback as text
+      +-- PeerError   this rank only lost a peer; the reason is the peer's to tell
       +-- NotExecuted the spec asks for something that this version does not execute
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from pdsl.grammar.diagnostics import Diagnostic
 
-__all__ = ["ModelError", "NotExecuted", "PdslError", "PlanError", "RankError", "RunError", "SpecError"]
+__all__ = ["ModelError", "NotExecuted", "PdslError", "PeerError", "PlanError", "RankError", "RunError", "SpecError"]
 
 
 class PdslError(Exception):
@@ -62,3 +63,7 @@ class RankError(RunError):
 
 class NotExecuted(RunError):
     """The spec asks for something that this version parses and checks but does not execute."""
+
+
+class PeerError(RunError):
+    """This rank only lost a peer. The rank that failed by itself tells the reason; the command line says nothing here."""

@@ -16,21 +16,21 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from pdsl.api import check, compile, load, run, session, verify  # noqa: A004  `pdsl.compile` is called so, as `torch.compile` is
     from pdsl.grammar.diagnostics import Diagnostic, Severity
-    from pdsl.grammar.errors import ModelError, NotExecuted, PdslError, PlanError, RankError, RunError, SpecError
+    from pdsl.grammar.errors import ModelError, NotExecuted, PdslError, PeerError, PlanError, RankError, RunError, SpecError
     from pdsl.lowering.plan import Plan
     from pdsl.lowering.spec import Spec
 
     __version__: str
 
 __all__ = [
-    "Diagnostic", "ModelError", "NotExecuted", "PdslError", "Plan", "PlanError", "RankError", "RunError", "Severity", "Spec", "SpecError", "check",
+    "Diagnostic", "ModelError", "NotExecuted", "PdslError", "PeerError", "Plan", "PlanError", "RankError", "RunError", "Severity", "Spec", "SpecError", "check",
     "compile", "load", "run", "session", "verify",
 ]  # fmt: skip
 
 _HOMES = {
     "pdsl.api": ("check", "compile", "load", "run", "session", "verify"),
     "pdsl.grammar.diagnostics": ("Diagnostic", "Severity"),
-    "pdsl.grammar.errors": ("ModelError", "NotExecuted", "PdslError", "PlanError", "RankError", "RunError", "SpecError"),
+    "pdsl.grammar.errors": ("ModelError", "NotExecuted", "PdslError", "PeerError", "PlanError", "RankError", "RunError", "SpecError"),
     "pdsl.lowering.plan": ("Plan",),
     "pdsl.lowering.spec": ("Spec",),
 }

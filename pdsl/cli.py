@@ -188,10 +188,12 @@ def _near(word: str, known: Iterable[str]) -> str:
 
 
 def _failed(error: Exception) -> int:
-    from pdsl.grammar.errors import PdslError
+    from pdsl.grammar.errors import PdslError, PeerError
 
     if os.environ.get("PDSL_DEBUG"):
         raise error
+    if isinstance(error, PeerError):  # the rank that failed by itself speaks for all
+        return FINDINGS
     if isinstance(error, PdslError):
         return _say(str(error), FINDINGS)
     told = " ".join(str(error).split())

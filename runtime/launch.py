@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from attrs import frozen
 
-from pdsl.grammar.errors import RankError, RunError
+from pdsl.grammar.errors import PeerError, RankError, RunError
 from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.faults import follows_another
@@ -77,7 +77,7 @@ def join(plan: Plan, member: Membership, timeout: float = 300.0) -> Any:
 def one_voice(store: Any, rank: int) -> Iterator[None]:
     """Around the work of one rank under torchrun: the first rank that fails for a reason of its own says so, those that follow it end in silence.
 
-    Raises RankError, or SystemExit in the ranks that have nothing to add.
+    Raises RankError, or PeerError in the ranks that have nothing to add.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def one_voice(store: Any, rank: int) -> Iterator[None]:
         outcome = outcome_of(error)
         first = store.compare_set("failure", "", str(rank)).decode() if not outcome["follows"] else _first_failure(store)
         if first != str(rank):
-            raise SystemExit(1) from None
+            raise PeerError(f"rank {first or '?'} failed, and this rank with it") from None
         raise RankError(rank, _reason(outcome), outcome["traceback"]) from error
 
 

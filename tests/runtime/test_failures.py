@@ -320,6 +320,22 @@ def test_torchrun_gives_the_same_losses(tmp_path: Path, start: type[Running]) ->
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in expected], rel=1e-6)
 
 
+def test_a_failure_under_torchrun_is_told_by_one_rank(tmp_path: Path) -> None:
+    write(tmp_path, model='late = "raise"')
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pdsl", "run", "net.pdsl"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PDSL_CACHE": str(tmp_path / "cache"), "PDSL_TEST": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("pdsl: ")]
+    assert told == ["pdsl: rank 0 failed: ValueError: the third step is unlucky"]
+
+
 def test_another_number_of_processes_than_the_plan_needs_is_told(tmp_path: Path) -> None:
     write(tmp_path)
     joined = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # as torchrun sets them

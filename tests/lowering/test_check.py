@@ -1,4 +1,4 @@
-"""The whole check: known cases of misconfigured training, several findings in one run, models that cannot be read, silence where it is asked for."""
+"""The whole check: several findings in one run, models that cannot be read, silence where it is asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from pdsl.grammar.diagnostics import Severity
 from pdsl.grammar.errors import ModelError
 from pdsl.grammar.source import Source
 from pdsl.lowering.blocks import BLOCKS, leaf_paths
@@ -39,119 +38,6 @@ def found(source: str, **how):
 def only(source: str, **how):
     (one,) = found(source, **how)
     return one
-
-
-# --- the case bank --------------------------------------------------------------------------------------------------------------------------
-
-
-def test_case_1_product_of_axes_against_ranks():
-    one = only(text("dp_rep = 4, dp_shard = 2", shard='shard { "**" => fsdp(dp_shard) }'), world=2)
-    assert (one.code, one.message) == ("PDL201", "the mesh needs 4 x 2 = 8 ranks, the job has 2")
-    assert one.help == ("dp_rep = 1 gives 2; or write `axis dp_rep = rest`",)
-    assert [(label.text, label.span.text) for label in one.labels] == [("4", "4")]
-
-
-def test_case_2_a_feature_without_its_axis():
-    one = next(d for d in found(text("sh = 1, tp = 2", shard=FSDP), world=2) if d.severity is Severity.ERROR)
-    assert (one.code, one.message) == ("PDL202", "fsdp(sh) has no axis of size > 1 to shard over: sh = 1")
-    assert one.help == ("tp = 1 leaves 2 ranks for sh; or write replicate() in place of fsdp(sh)",)
-    assert one.span.begin.line == 4
-
-
-def test_case_2_an_axis_that_was_shrunk_on_purpose_is_no_mistake():
-    assert not found(text("pp = 2, sh = 2", shard=FSDP, pipeline="schedule = gpipe(microbatches = 2)"), overrides=["mesh.sh=1"])
-
-
-def test_case_6_roles_by_name_and_not_by_place():
-    result = check(
-        Source("x.pdsl", text("dp_shard = 4, dp_replicate = 1", shard='shard { "**" => fsdp(dp_shard) }')), facts=FACTS["gpt"], world=4
-    )
-    assert result.sound
-    assert (result.mesh.shard_size, result.mesh.pipelines) == (4, 1)
-
-
-def test_case_8_a_replicate_axis_of_one_is_lowered_away_and_noted():
-    result = check(Source("x.pdsl", text("rep = 1, sh = 2", shard=FSDP)), facts=FACTS["gpt"], world=2)
-    assert result.sound
-    assert [(d.code, d.severity, d.message) for d in result.diagnostics] == [
-        ("PDL203", Severity.NOTE, "axis rep has size 1: it is lowered away")
-    ]
-
-
-def test_case_11_batch_not_divisible_by_microbatches():
-    one = only(text("pp = 2", pipeline="schedule = gpipe(microbatches = 3)", batch=8))
-    assert (one.code, one.message) == ("PDL404", "a batch of 8 samples does not divide into 3 microbatches: 8 % 3 = 2")
-    assert one.help == ("microbatches = 1, 2, 4 or 8; or batch = 6 or 9",)
-
-
-def test_case_11_each_pipeline_has_its_part_of_the_batch():
-    one = only(text("dp = 2, pp = 2", pipeline="schedule = gpipe(microbatches = 4)", batch=12))
-    assert one.message == "a batch of 12 samples over 2 pipelines leaves 6 for each, which 4 microbatches do not divide: 6 % 4 = 2"
-    assert one.help == ("microbatches = 1, 2, 3 or 6; or batch = 8 or 16",)
-
-
-def test_case_11_counts_that_the_schedule_refuses_are_not_offered():
-    one = only(text("dp = 2, pp = 2", pipeline="schedule = one_f_one_b(microbatches = 4)", batch=12))
-    assert one.help == ("microbatches = 2, 3 or 6; or batch = 8 or 16",)
-
-
-def test_case_13_1f1b_refuses_one_microbatch_where_gpipe_warns():
-    one = only(text("pp = 2", pipeline="schedule = one_f_one_b(microbatches = 1)"))
-    assert (one.code, one.severity) == ("PDL402", Severity.ERROR)
-    assert one.message == "one_f_one_b needs at least as many microbatches as stages: 1 < 2"
-    assert one.help == ("microbatches = 2 leaves a bubble of 33 %, 4 of 20 %, 8 of 11 %; gpipe accepts 1",)
-    other = only(text("pp = 2", pipeline="schedule = gpipe(microbatches = 1)"))
-    assert (other.code, other.severity) == ("PDL408", Severity.WARNING)
-    assert other.message == "gpipe over 2 stages with 1 microbatch leaves a bubble of 50 %"
-
-
-def test_case_24_the_schedule_places_the_stages():
-    stages = 'stage a { "tok", "layers[..2]" }; stage b { "layers[2..]", "norm", "head" }; '
-    codes = {d.code: d for d in found(text("pp = 2", pipeline=f"{stages} schedule = zbv(microbatches = 4)"))}
-    assert set(codes) == {"PDL406", "PDL407"}
-    assert codes["PDL406"].notes == ("the schedule places them: (0, 3) / (1, 2)",)
-
-
-def test_case_43_a_gap_and_a_typo_in_the_list_of_stages():
-    schedule = "schedule = gpipe(microbatches = 4)"
-    gap = only(
-        text("pp = 2", pipeline=f'stage a {{ "tok", "layers.0", "layers.1" }}; stage b {{ "layers.3", "norm", "head" }}; {schedule}')
-    )
-    assert (gap.code, gap.message) == ("PDL401", "layers.2 is in no stage")
-    typo = only(
-        text("pp = 2", pipeline=f'stage a {{ "tok", "layers[..2]", "layer.2" }}; stage b {{ "layers.3", "norm", "head" }}; {schedule}')
-    )
-    assert (typo.code, typo.message) == ("PDL401", "no module layer.2; did you mean layers.2")
-
-
-def test_case_62_one_unit_for_everything():
-    one = only(text("sh = 4", shard=FSDP), facts=FACTS["gpt_large_head"])
-    facts = FACTS["gpt_large_head"]
-    total, largest = sum(p.bytes for p in facts.parameters), facts.parameter("tok.weight").bytes
-    assert (one.code, one.severity) == ("PDL307", Severity.WARNING)
-    mib = 2**20
-    assert one.notes == (
-        (
-            f"peak for parameters on a rank: {total / mib:.1f} MiB / 4 + {largest / mib:.1f} MiB = {(total / 4 + largest) / mib:.1f} MiB; "
-            f"not sharded it is {total / mib:.1f} MiB"
-        ),
-    )
-
-
-def test_case_74_a_pattern_that_matches_nothing_or_no_matrix():
-    nothing = only(text("tp = 2", shard='shard { "layers.*.attention.wq.weight" => colwise(tp); "**" => replicate() }'))
-    assert (nothing.code, nothing.severity) == ("PDL301", Severity.ERROR)
-    assert nothing.help == ('did you mean "layers.*.attn.wq.weight" (4 parameters)?',)
-    wrong = only(text("tp = 2", shard='shard { "**.norm*.weight" => rowwise(tp); "**" => replicate() }'))
-    assert wrong.message.startswith(
-        'rowwise takes parameters of Linear and Embedding; "layers.0.norm1.weight" (and 8 more) belongs to RMSNorm'
-    )
-
-
-def test_case_86_a_value_set_twice_is_an_error_with_both_places():
-    one = only(text("dp = 2", train="batch = 8"))
-    assert (one.code, one.severity, one.message) == ("PDL107", Severity.ERROR, "train.batch is written twice, in lines 6 and 6")
-    assert [label.span.text for label in one.labels] == ["batch"]
 
 
 def test_uneven_first_dims_are_fine_under_plain_fsdp():

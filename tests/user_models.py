@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 __all__ = [
     "Rows",
+    "column_mean",
+    "column_sum",
     "four_linears",
     "four_linears_rows",
     "idle",
@@ -16,8 +18,14 @@ __all__ = [
     "masked_square",
     "one_linear",
     "one_linear_rows",
+    "prescribed",
+    "prescribed_rows",
     "shared_shift",
     "shared_shift_rows",
+    "two_linears",
+    "two_linears_rows",
+    "wide_head",
+    "wide_head_rows",
 ]
 
 
@@ -114,3 +122,53 @@ def one_linear_rows() -> Rows:
 def masked_square(output: Tensor, target: Tensor) -> Tensor:
     """The mean over the tokens that count of the squared output."""
     return output.squeeze(-1)[target != -100].square().mean()
+
+
+class _Prescribed(nn.Module):
+    """Adds weight * slope * (column 0) to column 1: each row's gradient is the slope times its own column 0, whatever the weights."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x[:, 0], x[:, 1] + self.weight * self.slope * x[:, 0]], dim=1)
+
+
+def prescribed(first: float = 1.0, second: float = 1.0) -> nn.Sequential:
+    """Two layers of one weight with gradients of a given size."""
+    return nn.Sequential(_Prescribed(first), _Prescribed(second))
+
+
+def prescribed_rows() -> Rows:
+    return Rows(x=torch.tensor([[1.0, 0.0]]).repeat(8, 1), target=torch.zeros(8))
+
+
+def column_mean(output: Tensor, target: Tensor) -> Tensor:
+    return output[:, 1].mean()
+
+
+def column_sum(output: Tensor, target: Tensor) -> Tensor:
+    return output[:, 1].sum()
+
+
+def two_linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def two_linears_rows() -> Rows:
+    """Four sequences of three places, of which one, three, two and three count."""
+    generator = torch.Generator().manual_seed(1)
+    target = torch.zeros(4, 3, dtype=torch.int64)
+    target[0, 1:] = target[2, 2:] = -100
+    return Rows(x=torch.randn(4, 3, 4, generator=generator), target=target)
+
+
+def wide_head() -> nn.Sequential:
+    """Nearly all parameters are in the last layer: 64 + 8 before it, 8 * 1024 + 1024 in it."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1024))
+
+
+def wide_head_rows() -> Rows:
+    return Rows(x=torch.ones(8, 8), target=torch.zeros(8, 1024))

@@ -20,6 +20,7 @@ Spec and facts to programs
     layouts, cuts, batches           how parameters lie, where layers are cut, how samples are split
     schedule, schedules              tables of operations; schedule_check, deadlock, simulate, transfers look at them
     plan, planner, ownership         who holds what and who does what
+    plan_check                       what is wrong with a plan that came from a file
     units                            what FSDP2 gathers together, and how often
     program, programs, boxes         one rank's list of actions
     cost, serial                     what it costs; JSON

@@ -187,10 +187,15 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote. Raises ValueError on another version or a malformed text."""
+        """Read what `to_json` wrote. Raises ValueError on another version, a malformed text, or a plan whose parts do not fit together."""
+        from pdsl.lowering.plan_check import check_plan
         from pdsl.lowering.serial import load
 
-        return load(text, cls)
+        found = load(text, cls)
+        findings = check_plan(found)
+        if findings:
+            raise ValueError("; ".join(findings[:3]))
+        return found
 
     @cached_property
     def hash(self) -> str:

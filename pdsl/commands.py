@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from attrs import evolve
+
 from pdsl.cli import CLEAN, FINDINGS, Findings, Invocation
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def plan(options: argparse.Namespace) -> int:
         sys.stdout.write(trace.text())
         return CLEAN
     if options.output is not None:
-        _write(options.output, made.to_json())
+        _write(options.output, _beside(made, options.output).to_json())
     if options.svg is not None:
         from pdsl.render.svg import schedule_svg
 
@@ -154,14 +156,20 @@ def _plan_of(options: argparse.Namespace, trace: _Trace | None = None) -> tuple[
     return plan_spec(found.spec, found.facts, mesh, print_after=trace), found.spec
 
 
+def _beside(made: Plan, file: str) -> Plan:
+    """The plan as it is written into a file: where the modules of its job lie is told from there, so that it runs from any directory."""
+    return evolve(made, job=evolve(made.job, directory=os.path.relpath(made.job.directory, Path(file).parent)))
+
+
 def _read_plan(file: str, text: str) -> Plan:
     from pdsl.grammar.errors import PlanError
     from pdsl.lowering.plan import Plan
 
     try:
-        return Plan.from_json(text)
+        made = Plan.from_json(text)
     except ValueError as error:
         raise PlanError(f"{file} is no plan of this version: {error}") from None
+    return evolve(made, job=evolve(made.job, directory=os.path.normpath(Path(file).parent / made.job.directory)))
 
 
 # --- run and verify -------------------------------------------------------------------------------------------------------------------------
@@ -217,6 +225,8 @@ def explain(options: argparse.Namespace) -> int:
 
 def init(options: argparse.Namespace) -> int:
     """`pdsl init [NAME]`."""
+    if not options.name.removesuffix(".pdsl").strip("./ "):
+        raise Invocation(f"{options.name!r} is no name for a file")
     path = Path(options.name if options.name.endswith(".pdsl") else f"{options.name}.pdsl")
     text = (Path(__file__).parent / "examples" / "starter.pdsl").read_text(encoding="utf-8").replace("FILE", str(path))
     try:

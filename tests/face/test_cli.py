@@ -222,6 +222,27 @@ def test_a_written_plan_is_shown_and_is_the_same(folder, capsys):
     assert capsys.readouterr().out.splitlines()[0] == first
 
 
+def test_a_written_plan_finds_the_modules_of_its_spec_from_any_directory(folder, monkeypatch, capsys):
+    from pdsl.commands import _read_plan
+
+    (folder / "plans").mkdir()
+    assert main(["plan", "job.pdsl", "-o", "plans/plan.json"]) == 0
+    text = (folder / "plans" / "plan.json").read_text()
+    assert _read_plan("plans/plan.json", text).job.directory == "."
+    monkeypatch.chdir("/")
+    assert Path(_read_plan(str(folder / "plans" / "plan.json"), text).job.directory) == folder
+
+
+def test_a_plan_that_was_changed_by_hand_is_refused(folder, capsys):
+    main(["plan", "job.pdsl", "-o", "plan.json"])
+    written = json.loads((folder / "plan.json").read_text())
+    written["value"]["layouts"].pop()
+    (folder / "plan.json").write_text(json.dumps(written))
+    capsys.readouterr()
+    assert main(["plan", "plan.json"]) == 1
+    assert "plan.json is no plan of this version: the layouts are not those" in capsys.readouterr().err
+
+
 def test_the_keys_of_a_plan_in_json_are_held(capsys):
     assert main(["plan", "job.pdsl", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -12,7 +12,7 @@ text to Spec
     pending                          what is planned around and not executed yet
 
 model to facts
-    facts, facts_cache               what planning needs to know of a model, kept on disk
+    facts, facts_cache, depends      what planning needs to know of a model, kept on disk until what it was read from changes
     probe, probe_pass, chain         reading it without weights (the only part that imports torch)
     factory                          finding and calling what a spec names
 

@@ -2,8 +2,9 @@
 
 An entry is found by factory, arguments, data, the sources of the modules that make both, the version of torch and the sources of what reads facts.
 Those modules are found and read as text, never imported: the factory's module, its packages, and what they import from the same package
-or from the directory of the spec. What a factory reads beside its own code (a file of settings, the environment) is not seen: run with
-PDSL_CACHE set to a fresh folder, or with `cache=False`, when such things change.
+or from the directory of the spec. An entry also keeps which other files were read when it was made, a file of settings or a module imported late, and is
+stale once one of them has changed. What a factory reads from the environment is not seen: run with PDSL_CACHE set to a fresh folder, or with
+`cache=False`, when that changes.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdsl.grammar.cache import read_entry, write_entry
 from pdsl.grammar.errors import ModelError
+from pdsl.lowering.depends import Stamp, still_so, watching
 from pdsl.lowering.factory import call_factory, module_file, on_path, parse_reference, plain_arguments, resolve
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.serial import dump, load
@@ -42,7 +45,7 @@ def read_facts(
         return found
     from pdsl.lowering.probe import probe, probe_batch
 
-    with on_path(directory):
+    with watching() as watch, on_path(directory):
         batch = None
         if data is not None:
             reference = data_reference(data)
@@ -50,7 +53,7 @@ def read_facts(
             batch = probe_batch(dataset)
         facts = probe(factory, plain_arguments(arguments), batch=batch, directory=directory)
     if cache:
-        store_facts(facts, factory, arguments, data=data, directory=directory)
+        store_facts(facts, factory, arguments, data=data, directory=directory, read=watch.stamps())
     return facts
 
 
@@ -58,18 +61,27 @@ def cached_facts(factory: str, arguments: Arguments, *, data: CallValue | None =
     """Facts that were stored for exactly this, or None. Imports neither torch nor anything of the user."""
     key = facts_key(factory, arguments, data=data, directory=directory)
     text = read_entry(_entry(key), key) if key is not None else None
-    if text is None:
+    files, _, body = (text or "").partition("\n")
+    if not still_so(files):
         return None
     try:
-        return load(text, ModelFacts)
+        return load(body, ModelFacts)
     except ValueError:
         return None
 
 
-def store_facts(facts: ModelFacts, factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".") -> bool:
-    """Keep facts for the next time; whether that worked."""
-    key = facts_key(factory, arguments, data=data, directory=directory)
-    return key is not None and write_entry(_entry(key), key, dump(facts))
+def store_facts(
+    facts: ModelFacts,
+    factory: str,
+    arguments: Arguments,
+    *,
+    data: CallValue | None = None,
+    directory: str = ".",
+    read: Sequence[Stamp] | None = (),
+) -> bool:
+    """Keep facts for the next time; whether that worked. `read` are files that they depend on, None if there are too many to tell."""
+    key = facts_key(factory, arguments, data=data, directory=directory) if read is not None else None
+    return key is not None and write_entry(_entry(key), key, f"{json.dumps(read)}\n{dump(facts)}")
 
 
 def data_reference(data: CallValue) -> str:

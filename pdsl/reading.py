@@ -92,6 +92,7 @@ def read_facts(spec: Spec, findings: list[Diagnostic]) -> ModelFacts:
     Data that cannot be read is a finding (PDL802 at `train.data`); the model is then read without being run, so that its names are known at least.
     Raises ModelError if the model cannot be read.
     """
+    from pdsl.lowering.depends import watching
     from pdsl.lowering.facts_cache import cached_facts, store_facts
 
     model = spec.model
@@ -101,14 +102,15 @@ def read_facts(spec: Spec, findings: list[Diagnostic]) -> ModelFacts:
     if found is not None:
         return found
     batch = None
-    if data is not None:
-        try:
-            batch = example_batch(spec)
-        except ModelError as error:
-            findings.append(Diagnostic("PDL802", f"the data cannot be read: {error}", spec.origin("train.data").span))
-    facts = _probe(spec, batch)
+    with watching() as watch:
+        if data is not None:
+            try:
+                batch = example_batch(spec)
+            except ModelError as error:
+                findings.append(Diagnostic("PDL802", f"the data cannot be read: {error}", spec.origin("train.data").span))
+        facts = _probe(spec, batch)
     if not findings:
-        store_facts(facts, model.factory, model.arguments, data=data, directory=spec.directory)
+        store_facts(facts, model.factory, model.arguments, data=data, directory=spec.directory, read=watch.stamps())
     return facts
 
 

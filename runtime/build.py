@@ -28,6 +28,9 @@ from pdsl.lowering.probe_pass import parameter_groups
 
 __all__ = ["build", "build_model"]
 
+_OTHER_MODEL = "the model is not the one that the plan was made for"
+_ADVICE = "a factory may depend on its arguments and on files, not on the environment or on chance"
+
 
 def build(
     plan: Plan, owned: Collection[str], device: torch.device, *, model: nn.Module | Callable[..., nn.Module] | None = None
@@ -198,6 +201,6 @@ def _check_names(model: nn.Module, plan: Plan) -> None:
     if missing or extra:
         what = [f"the plan has {missing[0]}, the model has not"] if missing else []
         what += [f"the model has {extra[0]}, the plan has not"] if extra else []
-        raise ModelError(f"the model is not the one that the plan was made for: {'; '.join(what)}")
+        raise ModelError(f"{_OTHER_MODEL}: {'; '.join(what)}; {_ADVICE}")
     name = next(n for n in planned if planned[n] != found[n])
-    raise ModelError(f"the model is not the one that the plan was made for: {name} is {found[name]}, in the plan {planned[name]}")
+    raise ModelError(f"{_OTHER_MODEL}: {name} is {found[name]}, in the plan {planned[name]}; {_ADVICE}")

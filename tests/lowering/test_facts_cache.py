@@ -78,6 +78,34 @@ def test_a_change_of_the_source_or_of_what_it_imports_is_seen(user):
     assert len({key, changed, facts_key("mymodel:make", (), directory=str(user))}) == 3
 
 
+@pytest.mark.parametrize("reads", ["settings.json", "late.py"])
+def test_a_change_of_a_file_that_the_factory_reads_is_seen(user, reads):
+    """A file of settings, and a module that is imported by a name that no source spells out."""
+    (user / "settings.json").write_text("3")
+    (user / "late.py").write_text("WIDTH = 3")
+    (user / "mymodel.py").write_text(
+        """
+import importlib, json
+from pathlib import Path
+from torch import nn
+def make():
+    importlib.invalidate_caches()
+    width = json.loads((Path(__file__).parent / "settings.json").read_text()) * importlib.import_module("la" + "te").WIDTH
+    return nn.Sequential(nn.Linear(width, 2), nn.Linear(2, 2))
+"""
+    )
+    code = f"import sys; from pdsl.lowering.facts_cache import read_facts; print(read_facts('mymodel:make', (), directory={str(user)!r}).numel, 'torch' in sys.modules)"
+
+    def read() -> list[str]:
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.split()
+
+    small = str(9 * 2 + 2 + 6)
+    assert read() == [small, "True"]
+    assert read() == [small, "False"]
+    (user / reads).write_text("4" if reads.endswith("json") else "WIDTH = 4")
+    assert read() == [str(12 * 2 + 2 + 6), "True"]
+
+
 def test_sources_are_followed_through_packages_and_relative_imports(tmp_path):
     package = tmp_path / "zoo" / "big"
     package.mkdir(parents=True)

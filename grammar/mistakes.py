@@ -70,6 +70,15 @@ def _nested_block(s: Situation) -> str | None:
     return "blocks do not stand in blocks; only `stage NAME { ... }` stands in a pipeline"
 
 
+def _misspelt_item(s: Situation) -> str | None:
+    if not s.in_block or s.at != s.first + 1 or s.kind(s.first) != "NAME" or s.found.kind != "NAME":
+        return None
+    from difflib import get_close_matches  # only errors need it, and it costs a millisecond
+
+    close = get_close_matches(s.text(s.first)[:30], ("axis", "stage"), n=1, cutoff=0.6)
+    return f"did you mean `{close[0]}`?" if close else None
+
+
 def _pattern_without_quotes(s: Situation) -> str | None:
     if not s.has("_ARROW") or s.kind(s.first) == "STRING":
         return None
@@ -161,7 +170,7 @@ def _connected_conditions(s: Situation) -> str | None:
 
 
 _MISTAKES: tuple[Callable[[Situation], str | None], ...] = (
-    _key_outside_block, _brace_on_next_line, _nested_block, _pattern_without_quotes, _rule_with_equal, _rule_over_lines, _colon_for_equal,
+    _key_outside_block, _brace_on_next_line, _nested_block, _misspelt_item, _pattern_without_quotes, _rule_with_equal, _rule_over_lines, _colon_for_equal,
     _param_without_type, _import_without_name, _hyphen_in_name, _bare_point, _brace_for_list, _dotted_key, _undotted_path, _whole_as_value,
     _bare_layout, _comma_between_statements, _connected_conditions,
 )  # fmt: skip

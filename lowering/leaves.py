@@ -73,11 +73,12 @@ class Setting:
 def collect(file: syntax.File, sink: DiagnosticSink) -> Leaves:
     """The leaves of a file. Unknown blocks and keys, and what is written twice, land in the sink."""
     leaves = Leaves()
-    for item in file.items:
-        if isinstance(item, syntax.Block):
-            _block(item, leaves, sink)
-    if file.damaged:  # a block that seems to be missing may have been written
-        leaves.broken.update(name for name in BLOCKS if name not in leaves.blocks)
+    written = [item for item in file.items if isinstance(item, syntax.Block)]
+    for block in written:
+        _block(block, leaves, sink)
+    # a block that seems to be missing may have been written, under another name or where the text is damaged
+    meant = [near(b.keyword.text, tuple(BLOCKS)) for b in written if b.keyword.text not in BLOCKS]
+    leaves.broken.update(name for name in BLOCKS if name not in leaves.blocks and (file.damaged or name in meant or None in meant))
     return leaves
 
 

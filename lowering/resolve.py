@@ -137,9 +137,8 @@ class _Resolver:
     def _spec(self) -> Spec:
         mesh, model, train = self._mesh(), self._model(), self._train()
         axes = tuple(p.removeprefix("mesh.") for p in self.leaves.leaves if p.startswith("mesh."))
-        open_ = ("mesh" in self.leaves.blocks and self.leaves.blocks["mesh"].damaged) or (
-            "mesh" not in self.leaves.blocks and self.file.damaged
-        )
+        mesh_block = self.leaves.blocks.get("mesh")
+        open_ = mesh_block.damaged if mesh_block is not None else self.file.damaged or "mesh" in self.leaves.broken
         rules = RuleReader(self.scope, self.evaluator, self.sink, None if open_ else axes)
         shard = rules.rules(self.leaves.blocks["shard"]) if "shard" in self.leaves.blocks else ()
         self._no_label("shard")

@@ -34,12 +34,19 @@ def check(options: argparse.Namespace) -> int:
     from pdsl.grammar.diagnostics import Severity
 
     found: list[Diagnostic] = []
-    names = []
+    names, unreadable = [], []
     for file in options.files:
-        name, findings = _check_one(file, options)
+        try:
+            name, findings = _check_one(file, options)
+        except Invocation as error:
+            unreadable.append(str(error))
+            continue
         names.append(name)
         found += findings
-    sys.stdout.write(_report(found, names, options.format))
+    if names or not unreadable:
+        sys.stdout.write(_report(found, names, options.format))
+    if unreadable:
+        raise Invocation("\npdsl: ".join(unreadable))
     stops = {Severity.ERROR, Severity.WARNING} if options.fail_on == "warning" else {Severity.ERROR}
     return FINDINGS if any(d.severity in stops for d in found) else CLEAN
 

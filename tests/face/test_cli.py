@@ -128,6 +128,14 @@ def test_a_file_that_is_no_text_is_a_bad_invocation(folder, capsys):
     assert capsys.readouterr().err == "pdsl: binary.pdsl is not UTF-8 text: byte 0xff at offset 7\n"
 
 
+def test_one_unreadable_file_does_not_hide_what_is_wrong_with_the_others(folder, capsys):
+    (folder / "typo.pdsl").write_text(SPEC.replace("steps", "step"))
+    assert main(["check", "--no-model", "none.pdsl", "typo.pdsl", "."]) == 2
+    out, err = capsys.readouterr()
+    assert "train has no key step" in out
+    assert err.splitlines() == ["pdsl: none.pdsl cannot be read: No such file or directory", "pdsl: . cannot be read: Is a directory"]
+
+
 def test_a_byte_order_mark_is_no_error(folder, capsys):
     (folder / "marked.pdsl").write_bytes(b"\xef\xbb\xbf" + SPEC.encode())
     assert main(["check", "marked.pdsl", "--no-model"]) == 0

@@ -78,6 +78,8 @@ MISTAKES = [
     ('pipeline over pp { stage { "a" } }', "2:26-27", "expected `=` or a name, found `{`", "a stage has one name"),
     ("mesh { axis pp 2 }", "2:16-17", "expected `=`, found the number `2`", "expected `=` before this"),
     ("mesh { axis pp = 2 to }", "2:23-24", "expected a value, found `}`", "cannot stand here"),
+    ("mesh { axiss pp = 2 }", "2:14-16", "expected `=`, found the name `pp`", "did you mean `axis`?"),
+    ('pipeline over pp { stge a { "x" } }', "2:25-26", "expected `=`, found the name `a`", "did you mean `stage`?"),
     ("batch = 16", "2:7-8", "expected `{`, a name or a string in quotes, found `=`", "a key stands in a block"),
     ('improt "x" as hw', "2:1-7", "`improt` starts no statement", "did you mean `import`?"),
     ("parm n: int", "2:1-5", "`parm` starts no statement", "did you mean `param`?"),

@@ -155,3 +155,10 @@ def test_checking_loads_neither_torch_nor_what_only_the_terminal_needs():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("word", "help_"), [("mseh", "did you mean mesh?"), ("grid", "one of: cluster, mesh, model, ")])
+def test_a_block_under_another_name_is_one_finding(word, help_):
+    one = only(text("pp = 2, sh = 2", shard=FSDP, pipeline="schedule = gpipe(microbatches = 2)").replace("mesh {", f"{word} {{"))
+    assert one.message == f"unknown block {word}"
+    assert one.help[0].startswith(help_)

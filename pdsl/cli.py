@@ -9,6 +9,7 @@ usual libraries cost to import.
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import io
 import os
@@ -137,6 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _silence()
         return CLEAN
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
+            return _failed(error)
+        _silence()
+        return _say(f"the output cannot be written: {error.strerror}", USAGE)
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
     except SystemExit as ending:

@@ -453,6 +453,15 @@ def test_a_quick_reader_of_a_plan_is_no_error():
     assert done.stdout.startswith("job: 2 ranks")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_is_told(folder):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pdsl", "explain"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (2, "pdsl: the output cannot be written: No space left on device\n")
+
+
 def test_output_survives_an_encoding_without_box_characters():
     done = command("plan", "job.pdsl", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,8 @@ text to Spec
 
 model to facts
     facts, facts_cache, depends      what planning needs to know of a model, kept on disk until what it was read from changes
-    probe, probe_pass, chain         reading it without weights (the only part that imports torch)
+    probe, probe_pass, probe_rows    reading it without weights (the only part that imports torch)
+    chain                            from what was seen to layers
     factory                          finding and calling what a spec names
 
 Spec and facts to programs

@@ -29,7 +29,14 @@ __all__ = ["cached_facts", "data_reference", "facts_key", "read_facts", "source_
 Arguments = Mapping[str, Value] | Sequence[tuple[str, Value]]
 
 _MOST_FILES = 500
-_READERS = ("probe.py", "probe_pass.py", "chain.py", "facts.py", "serial.py")  # a change in one of them makes all entries stale
+_READERS = (
+    "probe.py",
+    "probe_pass.py",
+    "probe_rows.py",
+    "chain.py",
+    "facts.py",
+    "serial.py",
+)  # a change in one of them makes all entries stale
 
 
 def read_facts(
@@ -43,7 +50,8 @@ def read_facts(
     found = cached_facts(factory, arguments, data=data, directory=directory) if cache else None
     if found is not None:
         return found
-    from pdsl.lowering.probe import probe, probe_batch
+    from pdsl.lowering.probe import probe
+    from pdsl.lowering.probe_rows import probe_batch
 
     with watching() as watch, on_path(directory):
         batch = None

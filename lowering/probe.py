@@ -1,6 +1,6 @@
 """Reading a model's facts by running it once, without its weights.
 
-This module and `probe_pass` are the only ones of lowering that import torch. The model is built with its parameters on the meta device (names and shapes), then every
+This module, `probe_pass` and `probe_rows` are the only ones of lowering that import torch. The model is built with its parameters on the meta device (names and shapes), then every
 parameter gets the memory of one scalar, expanded to its shape, and the model's own forward runs twice, with two and with three rows, which shows what grows with the rows.
 """
 
@@ -10,7 +10,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from pdsl.lowering.facts import SINGLE_INPUT, TARGETS, ModelFacts, ParameterFact
 from pdsl.lowering.probe_pass import NotAChain, Recorder, is_plain_sequential, parameter_groups
 from pdsl.lowering.values import near
 
-__all__ = ["on_meta", "parameters_on_meta", "probe", "probe_batch"]
+__all__ = ["on_meta", "parameters_on_meta", "probe"]
 
 _ROWS = (2, 3)
 _FILL = 0.02  # one value for all parameters; only shapes matter
@@ -57,17 +56,6 @@ def probe(
         if batch is None:
             return assemble_unrun(structure, _unrun_blocks(model, listed), tuple(_outermost(model)))
         return _run(model, structure, listed, batch)
-
-
-def probe_batch(dataset: Any, rows: int = max(_ROWS)) -> dict[str, Tensor]:
-    """The first rows of a map-style data set as a batch. Raises ModelError if its rows are no dicts of tensors."""
-    count = min(rows, len(dataset))
-    if count == 0:
-        raise ModelError("the data set is empty")
-    found = [dataset[i] for i in range(count)]
-    if not all(isinstance(row, Mapping) for row in found):
-        raise ModelError(f"a row of the data set is a {type(found[0]).__name__}: expected a dict of tensors by name")
-    return {key: torch.stack([torch.as_tensor(row[key]) for row in found]) for key in found[0]}
 
 
 # --- building without weights -------------------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def example_batch(spec: Spec) -> Any:
     """The first rows of the data of a spec as a batch. Raises ModelError if the data set cannot be made or gives no dicts of tensors."""
     from pdsl.lowering.factory import call_factory, describe_error, on_path, plain_arguments, resolve
     from pdsl.lowering.facts_cache import data_reference
-    from pdsl.lowering.probe import probe_batch
+    from pdsl.lowering.probe_rows import probe_batch
 
     assert spec.train is not None
     reference = data_reference(spec.train.data)

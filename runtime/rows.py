@@ -7,14 +7,14 @@ nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import Plan
+from pdsl.lowering.probe_rows import read_rows
 
 __all__ = ["Batch", "rank_rows", "read_rows", "row_hash", "split_batch", "step_indices", "steps_per_epoch"]
 
@@ -47,15 +47,6 @@ def rank_rows(plan: Plan, rank: int) -> dict[int, range]:
     rows, part = plan.rows_per_microbatch, plan.rows_per_rank
     starts = {m: m * rows + at.shard * part for m in plan.pipelines[at.pipeline].microbatches}
     return {m: range(a, a + part) for m, a in starts.items()}
-
-
-def read_rows(dataset: Any, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Rows of a map-style data set, stacked by name; `rows(indices)` of the data set is used where it has one."""
-    rows = getattr(dataset, "rows", None)
-    if rows is not None:
-        return dict(rows(list(indices)))
-    found = [dataset[i] for i in indices]
-    return {name: torch.stack([torch.as_tensor(row[name]) for row in found]) for name in found[0]}
 
 
 def split_batch(batch: Batch, places: range) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from pdsl.grammar.errors import ModelError
 from pdsl.lowering.facts import BoundaryTensor, LayerKind
-from pdsl.lowering.probe import probe, probe_batch
+from pdsl.lowering.probe import probe
 from pdsl.models import gpt, vit
 from tests import chains
 
@@ -345,14 +345,3 @@ def test_a_module_whose_import_fails_is_told_with_its_line(tmp_path):
 def test_a_lazy_module_is_refused():
     with pytest.raises(ModelError, match="parameter weight of LazyLinear has no shape yet"):
         probe(lambda: nn.Sequential(nn.LazyLinear(3)), {}, batch=None)
-
-
-def test_the_batch_of_a_probe_is_the_first_rows():
-    rows = [{"x": torch.full((2,), float(i)), "y": i} for i in range(9)]
-    batch = probe_batch(rows)
-    assert torch.equal(batch["x"], torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]))
-    assert torch.equal(batch["y"], torch.tensor([0, 1, 2]))
-    with pytest.raises(ModelError, match="empty"):
-        probe_batch([])
-    with pytest.raises(ModelError, match="a row of the data set is a tuple"):
-        probe_batch([(1, 2)])

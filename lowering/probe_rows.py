@@ -1,0 +1,73 @@
+"""Rows of a map-style data set as a batch, with what is wrong with them in the user's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdsl.grammar.errors import ModelError
+
+__all__ = ["probe_batch", "read_rows"]
+
+
+def probe_batch(dataset: Any, rows: int = 3) -> dict[str, Tensor]:
+    """The first rows of a data set as a batch. Raises ModelError if it is none, is empty, or if its rows are no dicts of tensors."""
+    if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "rows")):
+        raise ModelError(
+            f"a {type(dataset).__name__} is no data set: that has a length, and gives row i by [i] or several by rows(indices)"
+        )
+    count = min(rows, len(dataset))
+    if count == 0:
+        raise ModelError("the data set is empty")
+    return read_rows(dataset, range(count))
+
+
+def read_rows(dataset: Any, indices: Sequence[int]) -> dict[str, Tensor]:
+    """Rows of a data set, stacked by name; `rows(indices)` of the data set is used where it has one.
+
+    Raises ModelError if rows are no dicts, differ in their entries or in the shape of one, or hold what is no tensor, number or array.
+    """
+    if hasattr(dataset, "rows"):
+        return _whole(dataset.rows(list(indices)), indices)
+    found = [dataset[i] for i in indices]
+    wrong = next((row for row in found if not isinstance(row, Mapping)), None)
+    if wrong is not None:
+        raise ModelError(f"a row of the data set is a {type(wrong).__name__}: expected a dict of tensors by name")
+    for index, row in zip(indices, found, strict=True):
+        if row.keys() != found[0].keys():
+            raise ModelError(f"row {index} has the entries {_listed(row)}, row {indices[0]} has {_listed(found[0])}")
+    return {name: _stacked(name, indices, [_tensor(name, row[name]) for row in found]) for name in found[0]}
+
+
+def _whole(batch: Any, indices: Sequence[int]) -> dict[str, Tensor]:
+    if not isinstance(batch, Mapping):
+        raise ModelError(f"rows(indices) of the data set gave a {type(batch).__name__}: expected a dict of tensors by name")
+    found = {name: _tensor(name, value) for name, value in batch.items()}
+    for name, tensor in found.items():
+        if tensor.dim() == 0 or tensor.shape[0] != len(indices):
+            raise ModelError(f'rows(indices) gave "{name}" with shape {tuple(tensor.shape)} for {len(indices)} rows')
+    return found
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ModelError(f'entry "{name}" of a row is a {type(value).__name__}: expected a tensor, a number or an array') from None
+
+
+def _stacked(name: str, indices: Sequence[int], tensors: list[Tensor]) -> Tensor:
+    for index, tensor in zip(indices, tensors, strict=True):
+        if tensor.shape != tensors[0].shape:
+            raise ModelError(
+                f'entry "{name}" is {tuple(tensors[0].shape)} in row {indices[0]} and {tuple(tensor.shape)} in row {index}: '
+                "rows are stacked, so pad them to one shape, or give the data set a method rows(indices) that does"
+            )
+    return torch.stack(tensors)
+
+
+def _listed(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, row)) or "none"

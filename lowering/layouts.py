@@ -15,6 +15,10 @@ def parameter_layouts(facts: ModelFacts, rules: tuple[ShardRule, ...], *, shard_
     A bias follows the tensor split of the weight beside it, since one module computes with both.
     """
     terms = {p.name: next((r.terms for r in rules if r.matches(p.name)), ()) for p in facts.parameters}
+    named = {p.name: p for p in facts.parameters}
+
+    def split(p: ParameterFacts) -> int | None:
+        return next((d for t in terms[p.name] if (d := tensor_dim(t, p)) is not None), None) if tensor_size > 1 else None
 
     def layout(p: ParameterFacts) -> ParameterLayout:
         rule = next((r for r in rules if r.matches(p.name)), None)
@@ -24,10 +28,10 @@ def parameter_layouts(facts: ModelFacts, rules: tuple[ShardRule, ...], *, shard_
             shard_size > 1 and bool(p.shape) and p.numel > 0 and any(isinstance(t, LayoutCall) and t.name == "fsdp" for t in rule.terms)
         )
         module, _, leaf = p.name.rpartition(".")
-        deciding = terms.get(f"{module}.weight", rule.terms) if leaf == "bias" else rule.terms
-        split = next((d for t in deciding if (d := tensor_dim(t, p)) is not None), None) if tensor_size > 1 else None
+        weight = named.get(f"{module}.weight") if leaf == "bias" else None
+        dim = split(p) if weight is None else 0 if split(weight) == 0 else None  # a bias has the outputs of its module, dim 0 of the weight
         style = " + ".join(term_text(t) for t in rule.terms)
-        return ParameterLayout(p.name, sharded=sharded, tensor_dim=split, style=style, line=rule.span.begin.line)
+        return ParameterLayout(p.name, sharded=sharded, tensor_dim=dim, style=style, line=rule.span.begin.line)
 
     return tuple(layout(p) for p in facts.parameters)
 

@@ -19,6 +19,7 @@ from attrs import frozen
 from torch import nn
 
 from pdsl.grammar.errors import RunError
+from pdsl.lowering.boxes import box, box_shape
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Plan
@@ -26,7 +27,7 @@ from pdsl.lowering.programs import program
 from pdsl.runtime.build import build
 from pdsl.runtime.executor import Executor
 from pdsl.runtime.faults import in_words
-from pdsl.runtime.gradients import Reducer
+from pdsl.runtime.gradients import Reducer, local_tensor
 from pdsl.runtime.groups import Groups, device_of
 from pdsl.runtime.objective import make_objective
 from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory, rate_at
@@ -97,6 +98,7 @@ class Session:
         units = shard_layers(runner, self.model, plan, rank, mesh, names) if mesh is not None and plan.shard_size > 1 else None
         named = dict(self.model.named_parameters(remove_duplicate=False))
         self.parameters = {p.name: named[names[p.name]] for p in owned if p.trainable}
+        _check_boxes(plan, rank, self.parameters)
         self._reducer = Reducer(plan, self._program, self.parameters, self.groups, units.settle if units is not None else lambda: None)
         self._optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer)
         self._objective = make_objective(plan.job)
@@ -198,6 +200,17 @@ class Session:
         total = floats.sum(dim=0).tolist()
         digests = sum(everyone[:, 3].tolist()) & _HASH_MASK
         return total[0], total[1], int(everyone[:, 2].sum()), digests
+
+
+def _check_boxes(plan: Plan, rank: int, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises RunError if torch holds another part of a parameter than the plan says: sums and norms would be wrong without a word."""
+    at = plan.coordinate(rank)
+    for p in plan.facts.parameters:
+        if p.name not in parameters:
+            continue
+        held, planned = tuple(local_tensor(parameters[p.name]).shape), box_shape(box(plan, p, at.shard, at.tensor))
+        if held != planned:
+            raise RunError(f"{p.name}: rank {rank} holds a part of shape {held}, the plan says {planned} ({plan.layout(p.name).style})")
 
 
 def _agree(plan: Plan, rank: int, store: dist.Store, timeout: float) -> None:

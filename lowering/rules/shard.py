@@ -27,7 +27,7 @@ def _shape_of(name: str) -> str:
 
 class PatternMatchesNothing(Rule):
     """What it does
-        Checks that every pattern of a shard rule matches a parameter, and that what `colwise` and `rowwise` match belongs to a Linear or
+        Checks that every pattern of a shard rule matches a parameter, and that what is split over a tensor axis belongs to a Linear or
         Embedding.
 
     Why it is bad
@@ -75,13 +75,13 @@ class PatternMatchesNothing(Rule):
 
     def _wrong_module(self, context: Context, index: int, rule: ShardRule) -> Iterator[Diagnostic]:
         for term in rule.terms:
-            if not isinstance(term, LayoutCall) or term.name not in TENSOR_STYLES:
+            if term.name not in TENSOR_STYLES if isinstance(term, LayoutCall) else not any(term.slots):
                 continue
             wrong = [p for p in context.taken(index) if p.module not in STYLED_MODULES]
             if wrong:
                 more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
                 yield self.report(
-                    f'{term.name} takes parameters of Linear and Embedding; "{wrong[0].name}"{more} belongs to {wrong[0].module}',
+                    f'{term.name if isinstance(term, LayoutCall) else term_text(term)} takes parameters of Linear and Embedding; "{wrong[0].name}"{more} belongs to {wrong[0].module}',
                     term.span,
                     f"not for {wrong[0].module}",
                     labels=tuple(

@@ -14,7 +14,7 @@ from pdsl.lowering.spec import LayoutCall, LayoutSlots, LayoutTerm, ShardRule, t
 if TYPE_CHECKING:
     from pdsl.lowering.facts import ParameterFacts
 
-__all__ = ["DimNotDivisible", "HalfAPair", "LayoutDoesNotFit"]
+__all__ = ["DimNotDivisible", "HalfAPair", "LayoutDoesNotFit", "TiedAndSplit"]
 
 
 def _splits(term: LayoutTerm, p: ParameterFacts) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -138,6 +138,50 @@ class LayoutDoesNotFit(Rule):
         )
 
 
+class TiedAndSplit(Rule):
+    """What it does
+        Reports a tied parameter that a layout splits over a tensor axis.
+
+    Why it is bad
+        Tensor parallelism exchanges the parameter of one module. The other modules that it is tied to would keep the whole one, and the two
+        would drift apart.
+
+    Example (bad)
+        model "pdsl.models:gpt" { tie = true }
+        shard {
+          "tok_embeddings.weight" => [tp, _]      # the head has the same weight
+          "**" => replicate()
+        }
+
+    Better
+        shard { "**" => replicate() }
+
+    Fix
+        Leave the parameter whole over the tensor axis (`fsdp(...)` may still shard it), or do not tie it.
+    """
+
+    code = "PDL309"
+    name = "tied-and-split"
+    needs = frozenset({"shard", "model", "mesh"})
+    needs_facts = True
+    needs_mesh = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        if context.mesh is None or context.mesh.tensor_size == 1:
+            return
+        for index, rule in enumerate(context.spec.shard):
+            for term in rule.terms:
+                tied = [p for p in context.taken(index) if p.aliases and any(True for _ in _splits(term, p))]
+                if not tied:
+                    continue
+                more = f" (and {len(tied) - 1} more)" if len(tied) > 1 else ""
+                yield self.report(
+                    f'"{tied[0].name}"{more} is tied to {tied[0].aliases[0]}, and a tied parameter cannot be split over a tensor axis',
+                    term.span,
+                    help=("write replicate() or fsdp(...) for it, in a rule before this one",),
+                )
+
+
 class HalfAPair(Rule):
     """What it does
         Reports a layer in which a weight is split column-wise and none row-wise, or row-wise and none column-wise.
@@ -180,10 +224,12 @@ class HalfAPair(Rule):
             halves: dict[str, tuple[str, int]] = {}
             for name in layer.parameters:
                 index = context.decided.get(name)
-                if index is None or not name.endswith("weight") or context.facts.parameter(name).module != "Linear":
+                module = context.facts.parameter(name).module
+                if index is None or not name.endswith("weight") or module not in STYLED_MODULES:
                     continue
+                styles = TENSOR_STYLES if module == "Linear" else ("colwise",)  # by rows an Embedding takes and gives whole tensors
                 for term in context.spec.shard[index].terms:
-                    if isinstance(term, LayoutCall) and term.name in TENSOR_STYLES:
+                    if isinstance(term, LayoutCall) and term.name in styles:
                         halves.setdefault(term.name, (name, index))
             if len(halves) != 1:
                 continue
@@ -203,7 +249,9 @@ class HalfAPair(Rule):
         term = next(t for t in context.spec.shard[index].terms if isinstance(t, LayoutCall) and t.name == style)
         other = "rowwise" if style == "colwise" else "colwise"
         what = "leaves its output split" if style == "colwise" else "takes its input split"
-        slots = f"[{', '.join(term.axes)}, _]" if style == "colwise" else f"[_, {', '.join(term.axes)}]"
+        first = (style == "colwise") == (context.facts.parameter(name).module == "Linear")
+        axes = term.axes[0] if len(term.axes) == 1 else f"({', '.join(term.axes)})"
+        slots = f"[{axes}, _]" if first else f"[_, {axes}]"
         return self.report(
             f'{style} {what}, but no weight of layer "{layer}" is {other}: "{name}" is half of a pair',
             term.span,

@@ -24,5 +24,14 @@ def test_what_has_rows_is_split_and_the_rest_is_whole() -> None:
     assert layouts((4, 8), (1,), (), (0, 8)) == [True, True, False, False]
 
 
+def test_a_bias_is_split_as_the_outputs_of_its_module_are() -> None:
+    """In slots too: torch splits the bias of a column-wise Linear however the layout of the weight is written."""
+    weight, bias = (ParameterFacts(f"up.{n}", s, "float32", True, (0,), "Linear") for n, s in (("weight", (8, 4)), ("bias", (8,))))
+    for layout, dims in (("colwise(a)", [0, 0]), ("rowwise(a)", [1, None]), ("[a, _]", [0, 0]), ("[_, a]", [1, None])):
+        rules = pdsl.load(TEXT.replace('"*.weight" => fsdp(a)', f'"*.weight" => {layout}')).shard
+        found = parameter_layouts(ModelFacts("m:f", (), (weight, bias)), rules, shard_size=1, tensor_size=2)
+        assert [f.tensor_dim for f in found] == dims, layout
+
+
 def test_on_an_axis_of_one_nothing_is_split() -> None:
     assert layouts((4, 8), shard_size=1) == [False]

@@ -52,13 +52,27 @@ def plan(
     `pipelines` asks for pipelines of unequal length: one (stages, microbatches) pair each, in place of the replica and pipeline axes of the
     mesh. `print_after` is called with the name and the result of every pass. Raises PlanError if no plan exists.
     """
-    lengths = tuple(pipelines) if pipelines is not None else _rectangular(spec, mesh)
+    lengths = _asked(pipelines) if pipelines is not None else _rectangular(spec, mesh)
     draft = _Draft(spec, facts, mesh, lengths)
     for name, step in _STEPS:
         draft = step(draft)
         if print_after is not None:
             print_after(name, getattr(draft, name))
     return _finish(draft)
+
+
+def _asked(pipelines: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    given: list[tuple[object, ...]] = [tuple(pair) for pair in pipelines]
+    if not given:
+        raise PlanError("there is no pipeline: give at least one (stages, microbatches)")
+    lengths = []
+    for pair in given:
+        match pair:
+            case (int(stages), int(microbatches)) if stages >= 1 and microbatches >= 1:
+                lengths.append((stages, microbatches))
+            case _:
+                raise PlanError(f"{pair} is no pipeline: give (stages, microbatches), both at least 1")
+    return tuple(lengths)
 
 
 def _rectangular(spec: Spec, mesh: Mesh) -> tuple[tuple[int, int], ...]:

@@ -88,7 +88,8 @@ class _Resolver:
 
     def run(self, overrides: Sequence[str], profile: str | None) -> Resolution:
         override(self.leaves, self.scope, self._profile(profile), self.sink)
-        settings = [parse_setting(text, self.sink) for text in overrides]
+        given = (overrides,) if isinstance(overrides, str) else overrides  # one setting, not its letters
+        settings = [parse_setting(text, self.sink) for text in given]
         override(self.leaves, self.scope, [s for s in settings if s is not None], self.sink)
         for name, binding in self.scope.bindings.items():  # in the order of the text, so that long chains of names do not nest
             self._settle(name, binding)

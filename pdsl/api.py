@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.grammar.errors import RunError, SpecError
+from pdsl.grammar.errors import PlanError, RunError, SpecError
 from pdsl.grammar.source import Source
 from pdsl.lowering.spec import ModelSpec, Spec
 
@@ -118,7 +118,10 @@ def compile(  # noqa: A001  `pdsl.compile` is called so, as `torch.compile` is
     known = facts if facts is not None else read_model(spec, model, batch)
     spec = spec if spec.model is not None else evolve(spec, model=ModelSpec(known.factory))
     mesh = check_rules(spec, known, world_size, pipelines)
-    return plan(spec, known, mesh, pipelines=pipelines)
+    made = plan(spec, known, mesh, pipelines=pipelines)
+    if world_size is not None and made.world_size != world_size:  # pipelines that were asked for by number; a mesh was checked
+        raise PlanError(f"these pipelines need {made.world_size} ranks, the job has {world_size}")
+    return made
 
 
 def run(
@@ -149,6 +152,7 @@ def run(
     from pdsl.runtime.launch import join, launch, membership, one_voice
     from pdsl.runtime.train import RunReport, train_rank
 
+    _check_steps(steps)
     told = {"steps": steps, "metrics": None if metrics is None else os.fspath(metrics), "progress": progress}
     member = membership()
     if member is not None:
@@ -177,6 +181,7 @@ def verify(plan: Plan, *, steps: int = 3, tolerance: float = 1e-5) -> VerifyRepo
     from pdsl.runtime.launch import launch
     from pdsl.runtime.verify import assemble, compare, oracle
 
+    _check_steps(steps)
     ours = assemble(plan, launch(plan, "verify", {"steps": steps}))
     return compare(ours, oracle(plan, ours), tolerance)
 
@@ -209,6 +214,11 @@ def session(plan: Plan, model: Model | None = None, *, optimizer: OptimizerFacto
     rank, local, store = (0, 0, None) if member is None else (member.rank, member.local_rank, join(plan, member))
     with Session(plan, rank, store, local_rank=local, model=model, optimizer=optimizer) as made:
         yield made
+
+
+def _check_steps(steps: int | None) -> None:
+    if steps is not None and steps < 1:
+        raise RunError(f"steps is {steps}: at least one is taken")
 
 
 # --- what the command line needs beside it ------------------------------------------------------------------------------------------------

@@ -134,7 +134,9 @@ def read_model(spec: Spec, model: Any = None, batch: Any = None) -> ModelFacts:
     if model is None:
         assert spec.model is not None
         return probe(spec.model.factory, arguments, batch=batch, directory=spec.directory)
-    if not hasattr(model, "named_parameters"):
+    if not callable(model):
+        raise ModelError(f"model is a {type(model).__name__}: expected a module, or a function that makes one")
+    if isinstance(model, type) or not hasattr(model, "named_parameters"):
         return probe(model, arguments, batch=batch, directory=spec.directory)
 
     def duplicate() -> Any:

@@ -64,7 +64,9 @@ def _made(factory: object, held: list[nn.Parameter]) -> torch.optim.Optimizer:
         raise RunError(
             "an optimizer made before the session holds parameters that are not the session's; give a function from parameters to optimizer"
         )
-    made: torch.optim.Optimizer = factory(held)
+    made: object = factory(held)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise RunError(f"the optimizer's function gave a {type(made).__name__}: expected a torch.optim.Optimizer")
     ours = {id(p) for p in held}
     foreign = sum(id(p) not in ours for g in made.param_groups for p in g["params"])
     if foreign:

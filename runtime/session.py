@@ -106,6 +106,7 @@ class Session:
         if plan.facts.random:
             self._executor.before_forward = self._begin_forward
             runner.before_layer = self._seed_layer
+        self._closed = False
         self._microbatch = 0
         self._places = rank_rows(plan, rank)
         self.steps_taken = 0
@@ -119,6 +120,7 @@ class Session:
 
     def close(self) -> None:
         """Drop the groups. A closed session takes no more steps."""
+        self._closed = True
         self.groups.close()
 
     @property
@@ -134,17 +136,20 @@ class Session:
     def step(self, batch: Batch, ids: Sequence[int] | None = None) -> StepResult:
         """One optimizer step on a global batch: a mapping of names to tensors with one row per sample, the same on every rank.
 
-        `ids` are the sample ids of the rows, for the digest. Raises RunError if the batch has another size than the plan's.
+        `ids` are the sample ids of the rows, for the digest. Raises RunError if the batch has another size than the plan's, or holds no tensors.
         """
-        for name, tensor in batch.items():
-            if tensor.shape[0] != self.plan.job.batch:
-                raise RunError(f'batch entry "{name}" has {tensor.shape[0]} rows, the plan is made for a batch of {self.plan.job.batch}')
+        size = self.plan.job.batch
+        _check_batch(batch, size)
+        if ids is not None and len(ids) != size:
+            raise RunError(f"there are {len(ids)} sample ids for a batch of {size}")
         rows = {m: split_batch(batch, places) for m, places in self._places.items()}
-        everything = range(self.plan.job.batch) if ids is None else ids
+        everything = range(size) if ids is None else ids
         return self.step_rows(rows, {m: [everything[i] for i in places] for m, places in self._places.items()})
 
     def step_rows(self, rows: Mapping[int, Batch], ids: Mapping[int, Sequence[int]]) -> StepResult:
         """As `step`, with only the rows of this rank, by global microbatch id."""
+        if self._closed:
+            raise RunError("the session is closed: it takes no more steps")
         begin = time.perf_counter()
         on_device = {m: {n: t.to(self.device) for n, t in batch.items()} for m, batch in rows.items()}
         sums = self._executor.step(on_device)
@@ -200,6 +205,18 @@ class Session:
         total = floats.sum(dim=0).tolist()
         digests = sum(everyone[:, 3].tolist()) & _HASH_MASK
         return total[0], total[1], int(everyone[:, 2].sum()), digests
+
+
+def _check_batch(batch: object, size: int) -> None:
+    """Raises RunError if a batch is no dict of tensors with `size` rows each."""
+    if not isinstance(batch, Mapping):
+        raise RunError(f"the batch is a {type(batch).__name__}: expected a dict of tensors by name")
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            what = "a tensor without dims" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise RunError(f'batch entry "{name}" is {what}: expected a tensor with one row per sample')
+        if value.shape[0] != size:
+            raise RunError(f'batch entry "{name}" has {value.shape[0]} rows, the plan is made for a batch of {size}')
 
 
 def _check_boxes(plan: Plan, rank: int, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -227,3 +227,70 @@ def test_a_module_of_ones_own_in_a_session_is_an_nn_module():
     plan = pdsl.compile(pdsl.load(ALONE))
     with pdsl.session(plan) as session:
         assert isinstance(session.model, nn.Module)
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "told"),
+    [
+        ([], "there is no pipeline"),
+        ([(0, 1)], r"\(0, 1\) is no pipeline: give \(stages, microbatches\)"),
+        ("ab", r"\('a',\) is no pipeline"),
+        ([(1, 2), (1, 2)], "these pipelines need 2 ranks, the job has 5"),
+    ],
+)
+def test_pipelines_that_make_no_plan(spec, pipelines, told):
+    with pytest.raises(pdsl.PlanError, match=told):
+        pdsl.compile(spec, pipelines=pipelines, world_size=5, facts=made_up_facts(4))
+
+
+def test_one_override_may_be_given_as_it_is():
+    assert pdsl.load(ALONE, overrides="train.batch=8").train.batch == 8
+
+
+def test_a_model_may_be_a_class_and_no_number():
+    spec = pdsl.load(ALONE)
+    with pytest.raises(pdsl.ModelError, match="model is a int: expected a module, or a function that makes one"):
+        pdsl.compile(spec, model=3)
+
+    class Table(torch.nn.Module):
+        def __init__(self, **sizes):
+            super().__init__()
+            self.scores = torch.nn.Embedding(256, 256)
+
+        def forward(self, tokens, targets):
+            return torch.nn.functional.cross_entropy(self.scores(tokens).flatten(0, 1), targets.flatten())
+
+    assert [p.name for p in pdsl.compile(spec, model=Table).facts.parameters] == ["scores.weight"]
+
+
+def test_no_steps_are_refused():
+    plan = pdsl.compile(pdsl.load(ALONE))
+    for call in (pdsl.run, pdsl.verify):
+        with pytest.raises(pdsl.RunError, match="steps is 0: at least one is taken"):
+            call(plan, steps=0)
+
+
+def test_a_session_says_what_it_cannot_take():
+    plan = pdsl.compile(pdsl.load(ALONE))
+    (batch,) = batches(1)
+    wrong = {
+        "the batch is a NoneType": None,
+        'batch entry "tokens" is a list': {name: t.tolist() for name, t in batch.items()},
+        'batch entry "tokens" is a tensor without dims': {**batch, "tokens": torch.tensor(3)},
+        'batch entry "tokens" has 2 rows, the plan is made for a batch of 4': {name: t[:2] for name, t in batch.items()},
+        "the batch has no targets": {"tokens": batch["tokens"]},
+    }
+    with pdsl.session(plan) as session:
+        for told, rows in wrong.items():
+            with pytest.raises(pdsl.RunError, match=told):
+                session.step(rows)
+        with pytest.raises(pdsl.RunError, match="there are 2 sample ids for a batch of 4"):
+            session.step(batch, ids=[1, 2])
+        assert session.step(batch).step == 0
+    with pytest.raises(pdsl.RunError, match="the session is closed"):
+        session.step(batch)
+    with pytest.raises(pdsl.RunError, match="the optimizer's function gave a NoneType"), pdsl.session(plan, optimizer=lambda _: None):
+        pass

@@ -42,7 +42,8 @@ class Segment:
 @frozen
 class Observation:
     """One forward pass with `rows` samples. `order` names the blocks as they were called; there are len(order) + 2 segments. `used` gives for
-    each parameter, by canonical name, the segments with an operation that reads it. `passthrough` is one flag for each block.
+    each parameter, by canonical name, the segments with an operation that reads it. `passthrough` is one flag for each block. `outside` are
+    parameters that were read while no module that holds them ran.
     """
 
     rows: int
@@ -52,6 +53,7 @@ class Observation:
     passthrough: tuple[bool, ...]
     random: bool
     loss: bool
+    outside: frozenset[str] = frozenset()
 
 
 @frozen
@@ -76,6 +78,7 @@ def assemble(structure: Structure, small: Observation, large: Observation) -> Mo
     layer_of = {s: min(max(s, shown.start), shown.stop - 1) - shown.start for s in range(count + 2)}
     parameters, unused = _placed(structure.parameters, small, layer_of)
     layers = tuple(_layer(s, small, large, layer_of, parameters, first=s == shown.start) for s in shown)
+    parameters = tuple(evolve(p, outside=_read_outside(p, layers, small)) for p in parameters)
     return _facts(structure, layers, parameters, (small, large), unused)
 
 
@@ -91,6 +94,7 @@ def assemble_whole(structure: Structure, small: Observation, large: Observation,
         activation_bytes=_per_row(small.segments[0].saved, large.segments[0].saved, small.rows, large.rows),
     )
     unused = tuple(p.name for p in structure.parameters if not small.used.get(p.name))
+    parameters = tuple(evolve(p, outside=_read_outside(p, (layer,), small)) for p in parameters)
     facts = _facts(structure, (layer,), parameters, (small, large), unused)
     return evolve(facts, warnings=(f"no chain of blocks, so the model can be sharded but not cut into stages: {reason}", *facts.warnings))
 
@@ -143,6 +147,14 @@ def assemble_unrun(structure: Structure, blocks: tuple[str, ...], modules: tuple
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------------------------
+
+
+def _read_outside(p: ParameterFacts, layers: tuple[LayerFacts, ...], seen: Observation) -> bool:
+    """Whether a parameter of one layer lies in the module of a layer and is read outside of it. What lies in none, or belongs to several layers, is
+    gathered with the whole stage.
+    """
+    modules = [m for layer in layers for m in layer.modules]
+    return len(p.layers) == 1 and p.name in seen.outside and any(_under(name, m) for name in (p.name, *p.aliases) for m in modules)
 
 
 def _under(name: str, module: str) -> bool:

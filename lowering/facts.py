@@ -74,7 +74,8 @@ class LayerFacts:
 @frozen
 class ParameterFacts:
     """One parameter under its canonical (first) name. `aliases` are its other names (tied weights). `layers` are the layers that use it, in
-    order. `module` is the class name of the module that holds it (`Linear`, `Embedding`).
+    order. `module` is the class name of the module that holds it (`Linear`, `Embedding`). `outside` tells that it lies in the module of a
+    layer and is read by code outside of that module, when it may not be gathered.
     """
 
     name: str
@@ -84,6 +85,7 @@ class ParameterFacts:
     layers: tuple[int, ...]
     module: str
     aliases: tuple[str, ...] = ()
+    outside: bool = False
 
     @property
     def numel(self) -> int:

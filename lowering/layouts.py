@@ -12,7 +12,8 @@ __all__ = ["parameter_layouts", "tensor_dim"]
 def parameter_layouts(facts: ModelFacts, rules: tuple[ShardRule, ...], *, shard_size: int, tensor_size: int) -> tuple[ParameterLayout, ...]:
     """The layout of every parameter: first rule that matches; without any rule a parameter is whole everywhere.
 
-    A bias follows the tensor split of the weight beside it, since one module computes with both.
+    A bias follows the tensor split of the weight beside it, since one module computes with both. What has no elements to split, or is read outside of
+    its module, is not sharded.
     """
     terms = {p.name: next((r.terms for r in rules if r.matches(p.name)), ()) for p in facts.parameters}
     named = {p.name: p for p in facts.parameters}
@@ -25,7 +26,11 @@ def parameter_layouts(facts: ModelFacts, rules: tuple[ShardRule, ...], *, shard_
         if rule is None:
             return ParameterLayout(p.name, sharded=False, tensor_dim=None, style="replicate()", line=0)
         sharded = (
-            shard_size > 1 and bool(p.shape) and p.numel > 0 and any(isinstance(t, LayoutCall) and t.name == "fsdp" for t in rule.terms)
+            shard_size > 1
+            and bool(p.shape)
+            and p.numel > 0
+            and not p.outside
+            and any(isinstance(t, LayoutCall) and t.name == "fsdp" for t in rule.terms)
         )
         module, _, leaf = p.name.rpartition(".")
         weight = named.get(f"{module}.weight") if leaf == "bias" else None

@@ -90,7 +90,9 @@ class Recorder:
     def __init__(self, model: nn.Module, blocks: tuple[str, ...], batch: Mapping[str, Tensor]) -> None:
         self.model = model
         self.blocks = blocks
-        self.names = {id(p): canonical for canonical, group in parameter_groups(model).items() for _, p in group}
+        groups = parameter_groups(model)
+        self.names = {id(p): canonical for canonical, group in groups.items() for _, p in group}
+        self.aliases_of = {canonical: tuple(name for name, _ in group) for canonical, group in groups.items()}
         held = [*model.parameters(), *model.buffers(), *batch.values()]
         self.exempt = {t.untyped_storage()._cdata for t in held}  # memory that is there anyway
         self.order: list[str] = []
@@ -105,7 +107,8 @@ class Recorder:
         self.aliases: dict[Any, int] = {}  # autograd node of an alias -> id of its source
         self.alive: list[object] = []  # ids stay unique as long as their objects live
         self.inside = ""
-        self.depth = 0
+        self.running: list[str] = []  # modules outside of blocks, the outermost first
+        self.outside: set[str] = set()  # parameters read while no module that holds them runs
         self.flops = _Flops()
 
     @property
@@ -161,17 +164,21 @@ class Recorder:
         return not any(name.startswith(f"{b}.") or b.startswith(f"{name}.") for b in self.blocks)
 
     def _module_begins(self, name: str) -> None:
-        if self.depth == 0 and not self.inside and name not in self.modules[-1]:
+        if not self.running and not self.inside and name not in self.modules[-1]:
             self.modules[-1].append(name)
-        self.depth += 1
+        self.running.append(name)
 
     def _module_ends(self) -> None:
-        self.depth -= 1
+        self.running.pop()
 
     def _note(self, tensor: Tensor) -> None:
         name = self.names.get(id(tensor))
-        if name is not None:
-            self.used.setdefault(name, set()).add(self.segment)
+        if name is None:
+            return
+        self.used.setdefault(name, set()).add(self.segment)
+        holders = [m for m in (self.inside, *self.running) if m]
+        if not any(alias.startswith(f"{m}.") for alias in self.aliases_of[name] for m in holders):
+            self.outside.add(name)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -256,7 +263,8 @@ class Recorder:
             for s in range(len(ends))
         ]
         used = {name: frozenset(at) for name, at in self.used.items()}
-        return Observation(rows, tuple(self.order), tuple(segments), used, tuple(self.passthrough), random, loss is not None)
+        passthrough, outside = tuple(self.passthrough), frozenset(self.outside)
+        return Observation(rows, tuple(self.order), tuple(segments), used, passthrough, random, loss is not None, outside)
 
     def _leaks(self, roots: list[Tensor]) -> dict[int, str]:
         """For each segment whose begin the loss reads past, and not only through what crosses: a parameter that it reaches so.

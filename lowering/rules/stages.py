@@ -62,7 +62,7 @@ class StagesCoverLayers(Rule):
         pipeline, facts = context.spec.pipeline, context.facts
         if pipeline is None or facts is None:
             return
-        if not pipeline.stages:
+        if not pipeline.stages or len(facts.layers) == 1:
             if context.mesh is not None and context.stages is not None:
                 yield from self._enough(context, pipeline, facts, context.stages)
             return

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from attrs import evolve
 
 from pdsl.grammar.errors import ModelError
 from pdsl.grammar.source import Source
@@ -162,3 +163,13 @@ def test_a_block_under_another_name_is_one_finding(word, help_):
     one = only(text("pp = 2, sh = 2", shard=FSDP, pipeline="schedule = gpipe(microbatches = 2)").replace("mesh {", f"{word} {{"))
     assert one.message == f"unknown block {word}"
     assert one.help[0].startswith(help_)
+
+
+@pytest.mark.parametrize("stages", ["", 'stage a { "tok", "layers[..2]" }; stage b { "layers[2..]", "norm" }; '])
+def test_a_model_without_a_chain_is_not_cut_and_the_reason_is_told(stages):
+    reason = "no chain of blocks, so the model can be sharded but not cut into stages: layers.0 is called more than once"
+    facts = evolve(FACTS["gpt"], layers=FACTS["gpt"].layers[:1], warnings=(reason,))
+    facts = evolve(facts, parameters=tuple(evolve(p, layers=(0,)) for p in facts.parameters))
+    one = only(text("pp = 2", pipeline=f"{stages}schedule = gpipe(microbatches = 4)"), facts=facts)
+    assert one.message == "2 stages are wanted, and the model can be cut into 1"
+    assert one.notes == ("1 layer was read from pdsl.models:gpt", reason)

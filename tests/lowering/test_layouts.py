@@ -33,5 +33,12 @@ def test_a_bias_is_split_as_the_outputs_of_its_module_are() -> None:
         assert [f.tensor_dim for f in found] == dims, layout
 
 
+def test_what_is_read_outside_of_its_module_is_whole() -> None:
+    gain = ParameterFacts("0.weight", (8,), "float32", True, (0,), "Block", outside=True)
+    rules = pdsl.load(TEXT).shard
+    (layout,) = parameter_layouts(ModelFacts("m:f", (), (gain,)), rules, shard_size=2, tensor_size=1)
+    assert not layout.sharded
+
+
 def test_on_an_axis_of_one_nothing_is_split() -> None:
     assert layouts((4, 8), shard_size=1) == [False]

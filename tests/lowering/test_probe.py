@@ -163,6 +163,14 @@ def test_batch_statistics_are_told_by_path():
     assert [w.split(" normalises")[0] for w in facts.warnings] == ["blocks.0.bn (BatchNorm1d)", "blocks.1.bn (BatchNorm1d)"]
 
 
+def test_a_parameter_that_is_read_outside_of_its_module_is_marked():
+    facts = probe(chains.Gained, {}, batch=chains.batch_of())
+    assert {p.name for p in facts.parameters if p.outside} == {f"blocks.{i}.{leaf}" for i in range(3) for leaf in ("gain", "row")}
+    for factory in (chains.plain, chains.HandedParameter, chains.EncoderDecoder, chains.NoList, chains.Recomputing, chains.layers):
+        batch = chains.batch_of() if factory is not chains.layers else {"input": torch.zeros(2, 5)}
+        assert not [p.name for p in probe(factory, {}, batch=batch).parameters if p.outside], factory
+
+
 def test_hooks_on_gradients_are_told():
     def hooked():
         model = chains.plain()

@@ -36,6 +36,9 @@ def factors(number: int) -> str:
     return " x ".join(parts)
 
 
+_MOST_RANKS = 1 << 17  # more than any machine has; a plan lists every one
+
+
 class ProductOfAxes(Rule):
     """What it does
         Compares the product of the axes with the number of ranks, which the cluster block or `--world` says.
@@ -67,6 +70,9 @@ class ProductOfAxes(Rule):
             yield self.report(message, rests[1].span, "second rest", labels=labels, help=(f"give {rests[1].name} a size",))
         elif context.world is not None and context.mesh is None:
             yield self._product(context, axes, context.world, bool(rests))
+        elif context.mesh is not None and (ranks := math.prod(a.size for a in context.mesh.axes)) > _MOST_RANKS:
+            largest = max(axes, key=_low)
+            yield self.report(f"the mesh has {ranks} ranks: at most {_MOST_RANKS} can be planned", largest.span, _size(largest))
 
     def _product(self, context: Context, axes: tuple[AxisSpec, ...], world: int, rest: bool) -> Diagnostic:
         sized = [a for a in axes if not isinstance(a.size, Rest)]

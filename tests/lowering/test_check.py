@@ -173,3 +173,9 @@ def test_a_model_without_a_chain_is_not_cut_and_the_reason_is_told(stages):
     one = only(text("pp = 2", pipeline=f"{stages}schedule = gpipe(microbatches = 4)"), facts=facts)
     assert one.message == "2 stages are wanted, and the model can be cut into 1"
     assert one.notes == ("1 layer was read from pdsl.models:gpt", reason)
+
+
+def test_more_ranks_than_any_machine_has_are_a_slip():
+    one = only(text("dp = 2000000, sh = 2", shard=FSDP, batch=4000000))
+    assert (one.code, one.message) == ("PDL201", "the mesh has 4000000 ranks: at most 131072 can be planned")
+    assert one.span.text == "2000000"

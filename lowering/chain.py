@@ -43,7 +43,7 @@ class Segment:
 class Observation:
     """One forward pass with `rows` samples. `order` names the blocks as they were called; there are len(order) + 2 segments. `used` gives for
     each parameter, by canonical name, the segments with an operation that reads it. `passthrough` is one flag for each block. `outside` are
-    parameters that were read while no module that holds them ran.
+    parameters that were read while no module that holds them ran, `updated` buffers that were written.
     """
 
     rows: int
@@ -54,6 +54,7 @@ class Observation:
     random: bool
     loss: bool
     outside: frozenset[str] = frozenset()
+    updated: tuple[str, ...] = ()
 
 
 @frozen
@@ -260,6 +261,12 @@ def _facts(
     unused: tuple[str, ...],
 ) -> ModelFacts:
     warnings = structure.warnings + tuple(f"parameter {name} is not used by the forward pass, so it gets no gradient" for name in unused)
+    told = tuple(w.split(" ")[0] for w in structure.warnings)  # batch statistics have a warning of their own
+    warnings += tuple(
+        f"buffer {name} is updated by the forward pass: once a microbatch, on each rank by the rows that it sees"
+        for name in seen[0].updated
+        if name.rpartition(".")[0] not in told
+    )
     return ModelFacts(
         factory=structure.factory,
         layers=layers,

@@ -108,6 +108,7 @@ class Recorder:
         self.alive: list[object] = []  # ids stay unique as long as their objects live
         self.inside = ""
         self.running: list[str] = []  # modules outside of blocks, the outermost first
+        self.updated: tuple[str, ...] = ()  # buffers that the forward changed
         self.outside: set[str] = set()  # parameters read while no module that holds them runs
         self.flops = _Flops()
 
@@ -118,6 +119,7 @@ class Recorder:
     def run(self, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], rows: int) -> Observation:
         """Call the model and tell what happened."""
         state = torch.get_rng_state()
+        buffers = {name: (b, b._version) for name, b in self.model.named_buffers()}
         with ExitStack() as stack:
             if not is_plain_sequential(self.model):
                 self._hook(stack)
@@ -130,6 +132,8 @@ class Recorder:
             raise NotAChain(f"{missing[0]} was not called" + (f", nor were {len(missing) - 1} others" if len(missing) > 1 else ""))
         if not self.blocks:
             self._begin_segment()
+        now = dict(self.model.named_buffers())
+        self.updated = tuple(name for name, (b, version) in buffers.items() if now.get(name) is not b or b._version != version)
         return self._observation(output, rows, random=not torch.equal(state, torch.get_rng_state()))
 
     def _call_children(self, x: Any) -> Any:
@@ -264,7 +268,7 @@ class Recorder:
         ]
         used = {name: frozenset(at) for name, at in self.used.items()}
         passthrough, outside = tuple(self.passthrough), frozenset(self.outside)
-        return Observation(rows, tuple(self.order), tuple(segments), used, passthrough, random, loss is not None, outside)
+        return Observation(rows, tuple(self.order), tuple(segments), used, passthrough, random, loss is not None, outside, self.updated)
 
     def _leaks(self, roots: list[Tensor]) -> dict[int, str]:
         """For each segment whose begin the loss reads past, and not only through what crosses: a parameter that it reaches so.

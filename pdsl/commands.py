@@ -185,6 +185,7 @@ def _read_plan(file: str, text: str) -> Plan:
 def run(options: argparse.Namespace) -> int:
     """`pdsl run FILE`."""
     from pdsl import api
+    from pdsl.render.terminal import plural
 
     made, _ = _plan_of(options)
     member = "RANK" in os.environ
@@ -197,7 +198,7 @@ def run(options: argparse.Namespace) -> int:
         return CLEAN
     first, last = report.losses[0], report.losses[-1]
     rate = f"{report.samples_per_second:.1f} samples/s"
-    sys.stdout.write(f"{report.steps} steps, {report.samples} samples in {report.seconds:.1f} s: {rate}\n")
+    sys.stdout.write(f"{plural(report.steps, 'step')}, {plural(report.samples, 'sample')} in {report.seconds:.1f} s: {rate}\n")
     sys.stdout.write(f"loss {first:.4f} at the first step, {last:.4f} at the last\n")
     if report.metrics is not None:
         sys.stdout.write(f"metrics are in {report.metrics}\n")

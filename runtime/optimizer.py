@@ -46,12 +46,13 @@ def rate_at(rate: CallValue, step: int, steps: int) -> float:
 def make_optimizer(call: CallValue, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """The optimizer that a call of the language names. Raises RunError for an unknown name."""
     params = list(parameters)
+    fused = all(p.is_floating_point() for p in params)  # there is no fused step for complex numbers
     rate = _number(call.get("lr"), 1e-3)
     decay = _number(call.get("weight_decay"), 0.01 if call.name == "adamw" else 0.0)
     if call.name == "adamw":
         betas = call.get("betas")
         b1, b2 = (_number(b, 0.9) for b in betas) if isinstance(betas, tuple) else (0.9, 0.999)
-        return torch.optim.AdamW(params, lr=rate, betas=(b1, b2), eps=_number(call.get("eps"), 1e-8), weight_decay=decay, fused=True)
+        return torch.optim.AdamW(params, lr=rate, betas=(b1, b2), eps=_number(call.get("eps"), 1e-8), weight_decay=decay, fused=fused)
     if call.name == "sgd":
         momentum = _number(call.get("momentum"), 0.0)
         nesterov = call.get("nesterov") is True

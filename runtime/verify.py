@@ -196,6 +196,9 @@ def _tensors(kind: str, step: int, ours: Mapping[str, torch.Tensor], theirs: Map
             continue
         norm = float(theirs[name].double().norm())
         distance = float((ours[name].double() - theirs[name].double()).norm())
-        close = distance <= _ROUNDINGS * torch.finfo(theirs[name].dtype).eps * scale
+        eps = min(
+            torch.finfo(theirs[name].dtype).eps, torch.finfo(torch.float32).eps
+        )  # coarser formats need a coarser tolerance, said by the user
+        close = distance <= _ROUNDINGS * eps * scale
         found.append(Deviation(f"{kind} of {name}", step, 0.0 if close else distance / max(norm, 1e-30), norm))
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from attrs import evolve
+
 from pdsl.lowering.facts import LayerFacts, LayerKind, ModelFacts, ParameterFacts
 
 __all__ = ["FACTS", "gpt_facts"]
@@ -41,6 +43,7 @@ def gpt_facts(*, layers: int = 4, width: int = 64, vocab: int = 256, tied: bool 
 FACTS = {
     "gpt": gpt_facts(),
     "gpt_tied": gpt_facts(tied=True),
+    "gpt_frozen": evolve(gpt_facts(), parameters=tuple(evolve(p, trainable=False) for p in gpt_facts().parameters)),
     "gpt_large_head": gpt_facts(layers=1, vocab=50_000, tied=True),
     "gpt_uncut": gpt_facts(cut_before="a mask made in layers.2 is used here"),
 }

@@ -9,7 +9,7 @@ from pdsl.grammar.errors import ModelError
 from pdsl.lowering.rules.base import Context, Rule
 from pdsl.lowering.values import near
 
-__all__ = ["ObjectiveDoesNotFit"]
+__all__ = ["NothingToTrain", "ObjectiveDoesNotFit"]
 
 _OBJECTIVE = "train.objective"
 
@@ -61,6 +61,36 @@ class ObjectiveDoesNotFit(Rule):
                     'write `objective = cross_entropy`, `mse` or "module:function" in train; it is called with the output and the target',
                 ),
             )
+
+
+class NothingToTrain(Rule):
+    """What it does
+        Checks that the model has a parameter that is trained.
+
+    Why it is bad
+        The run would read the data, step by step, and leave the model as it is.
+
+    Example (bad)
+        model "models:frozen" { }      # calls requires_grad_(False) on everything
+
+    Better
+        model "models:tuned" { }       # leaves the head trainable
+
+    Fix
+        Let the factory leave `requires_grad` true where training is wanted.
+    """
+
+    code = "PDL804"
+    name = "nothing-to-train"
+    needs = frozenset({"model"})
+    needs_facts = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        facts, model = context.facts, context.spec.model
+        if facts is None or any(p.trainable for p in facts.parameters):
+            return
+        has = f"none of its {len(facts.parameters)} parameters wants a gradient" if facts.parameters else "it has no parameters"
+        yield self.report(f"{facts.factory} has nothing to train: {has}", model.span if model is not None else context.place("model"))
 
 
 def _missing(reference: str, directory: str) -> str:

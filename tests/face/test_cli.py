@@ -353,7 +353,7 @@ def test_all_codes_are_listed_and_held(capsys):
         "2": ["01", "02", "03", "04"],
         "3": ["01", "02", "03", "04", "05", "06", "07", "08", "09"],
         "4": ["01", "02", "03", "04", "05", "06", "07", "08"],
-        "8": ["02", "03"],
+        "8": ["02", "03", "04"],
         "9": ["00", "01", "02", "03"],
     }
     assert listed == [f"PDL{family}{number}" for family, numbers in families.items() for number in numbers]

@@ -182,6 +182,22 @@ def test_hooks_on_gradients_are_told():
     )
 
 
+def test_a_buffer_that_the_forward_updates_is_told():
+    class Counting(chains.Chain):
+        def __init__(self):
+            super().__init__([chains.Plain(), chains.Plain()])
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("scale", torch.ones(()))
+
+        def run(self, x, tokens):
+            self.calls += 1
+            return super().run(x * self.scale, tokens)
+
+    (warning,) = probe(Counting, {}, batch=chains.batch_of()).warnings
+    assert warning.startswith("buffer calls is updated by the forward pass: once a microbatch")
+    assert len(probe(chains.Normed, {}, batch=chains.batch_of()).warnings) == 2  # one for each norm, none for its buffers
+
+
 def test_dropout_is_noticed():
     assert probe(gpt, {"layers": 2, "width": 8, "heads": 2, "dropout": 0.1}, batch=chains.batch_of()).random
 

@@ -178,11 +178,11 @@ class Session:
     def _apply(self, gradients: dict[str, torch.Tensor], norm: float, over: float) -> None:
         job = self.plan.job
         held = [g for g in gradients.values() if g.numel()]
-        if over != 1.0:
+        if held and over != 1.0:
             torch._foreach_div_(held, over)
         if self.on_gradients is not None:
             self.on_gradients(gradients)
-        if job.clip is not None and (factor := job.clip / (norm + 1e-6)) < 1.0:  # the arithmetic of torch's clip_grad_norm_
+        if held and job.clip is not None and (factor := job.clip / (norm + 1e-6)) < 1.0:  # the arithmetic of torch's clip_grad_norm_
             torch._foreach_mul_(held, factor)
         self._optimizer.step(gradients, rate_at(job.rate, self.steps_taken, job.steps))
         for parameter in self.parameters.values():

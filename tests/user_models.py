@@ -13,6 +13,8 @@ __all__ = [
     "column_sum",
     "four_linears",
     "four_linears_rows",
+    "frozen_start",
+    "frozen_start_rows",
     "idle",
     "idle_rows",
     "masked_square",
@@ -84,6 +86,17 @@ def shared_shift() -> nn.Module:
 def shared_shift_rows() -> Rows:
     generator = torch.Generator().manual_seed(1)
     return Rows(x=torch.randn(64, 8, generator=generator), target=torch.zeros(64, 8))
+
+
+def frozen_start() -> nn.Sequential:
+    """The first two of four layers are not trained, so a stage of them has nothing to do but to pass on."""
+    model = four_linears()
+    for layer in model[:2]:
+        layer.requires_grad_(False)
+    return model
+
+
+frozen_start_rows = four_linears_rows
 
 
 class _Idle(nn.Module):

@@ -296,3 +296,12 @@ def test_a_parameter_without_gradient_has_none_on_many_ranks_either(pool: Pool) 
     assert set(ours.gradients[0]) == {"linear.weight", "linear.bias", "rare"}
     report = compare(ours, oracle(plan, ours), 1e-5)
     assert report.ok, report.worst
+
+
+@pytest.mark.parametrize("train", ["clip = 0.01", "loss = mean(over = tokens); clip = 0.01"])
+def test_a_stage_without_anything_to_train_takes_part(pool: Pool, train: str) -> None:
+    plan = compiled("axis pp = 2", blocks=pipelined(2), model="frozen_start", train=train)
+    ours = assemble(plan, reports(pool, plan, steps=2))
+    assert set(ours.gradients[0]) == {f"{i}.{leaf}" for i in (2, 3) for leaf in ("weight", "bias")}
+    report = compare(ours, oracle(plan, ours), 1e-5)
+    assert report.ok, report.worst

@@ -99,7 +99,7 @@ class CostReport:
 
 def cost(plan: Plan) -> CostReport:
     """The costs of a plan."""
-    ranks = range(plan.world_size)
+    ranks = plan.ranks
     times = tuple(_template_time(plan, i) for i in range(len(plan.templates)))
     slowest = max(times[p.template].makespan for p in plan.pipelines)
     work = sum((times[p.template].makespan * (1 - times[p.template].bubble) * len(p.islands) for p in plan.pipelines), Fraction(0))

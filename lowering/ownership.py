@@ -28,13 +28,13 @@ def owned_parameters(plan: Plan, rank: int) -> tuple[ParameterFacts, ...]:
 
 
 def _islands(plan: Plan, parameter: ParameterFacts) -> list[tuple[int, ...]]:
-    """Every island that uses the parameter, each once."""
+    """Every living island that uses the parameter, each once."""
     found: dict[tuple[int, ...], None] = {}
     for index, pipeline in enumerate(plan.pipelines):
         stages = plan.template(index).stages
         for s in stages_using(plan, index, parameter):
             found.setdefault(pipeline.islands[stages[s].position])
-    return list(found)
+    return [island for island in found if island]
 
 
 def summed_over(plan: Plan, parameter: ParameterFacts, rank: int) -> tuple[int, ...]:

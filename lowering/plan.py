@@ -2,7 +2,9 @@
 
 A plan is heterogeneous from the start: pipelines may differ in length, cut and count of microbatches. A rectangular mesh is the case in
 which all of them use one template. An *island* is the tuple of ranks that run one position of a pipeline, ordered by (shard, tensor)
-coordinate, tensor innermost; all islands of a plan have the same shape.
+coordinate, tensor innermost; all islands of a plan have the same shape. Ranks are numbered
+node by node and keep their numbers for life, so after a loss there are gaps. A pipeline that lost an island keeps the others, which hold their
+layers, take no microbatches, and still sum gradients and step.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pdsl.lowering.spec import CallValue, Value
 __all__ = [
     "DEFAULT_SILENCE",
     "PLAN_VERSION",
+    "Budget",
     "Coordinate",
     "Job",
     "MeshAxis",
@@ -72,11 +75,47 @@ class Template:
 
 @frozen
 class Pipeline:
-    """One whole copy of the model: a template, its islands by position, and the global ids of its microbatches in local order."""
+    """One whole copy of the model: a template, its islands by position, and the global ids of its microbatches in local order.
+
+    An island that was lost is the empty tuple; a pipeline that has one is not `whole` and takes no microbatches.
+    """
 
     template: int
     islands: tuple[tuple[int, ...], ...]
     microbatches: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        return all(self.islands)
+
+
+@frozen
+class Budget:
+    """What a run must survive, with all that is needed to plan anew for fewer or more nodes without the spec.
+
+    `lose` nodes may be lost at once. A pipeline may have `least`, `least + 1`, ... nodes; `cuts` has the stages for each of these sizes in
+    turn (nodes times islands per node positions). `schedule` and `virtual` are the family that runs them. `recover` are the answers to a loss
+    in the order in which they are tried. `domain` is the number of nodes that share a failure domain (1: none do).
+    """
+
+    lose: int
+    least: int
+    cuts: tuple[tuple[StageCut, ...], ...]
+    schedule: str
+    virtual: int = 1
+    recover: tuple[str, ...] = ("reroute", "retemplate", "restore")
+    domain: int = 1
+
+    @property
+    def sizes(self) -> range:
+        """Counts of nodes that a pipeline may have."""
+        return range(self.least, self.least + len(self.cuts))
+
+    def cut(self, nodes: int) -> tuple[StageCut, ...]:
+        """The stages of a pipeline of that many nodes. Raises IndexError for a size that there is not."""
+        if nodes not in self.sizes:
+            raise IndexError(f"there is no template for {nodes} nodes, only for {self.sizes.start} to {self.sizes.stop - 1}")
+        return self.cuts[nodes - self.least]
 
 
 @frozen
@@ -103,8 +142,9 @@ class Job:
 class Plan:
     """All pipelines, layouts and microbatches of one generation.
 
-    `microbatches` is their count over all pipelines in one step; each has `batch / microbatches` samples, of which every shard coordinate
-    takes an equal part. `silence` are the seconds after which a rank that says nothing counts as lost. `frozen_layers` is the length of the frozen prefix. `pending` names what the spec asks for and this version does not execute.
+    `microbatches` is their count in one step, over all pipelines and whatever the plan; each has `batch / microbatches` samples, of which every
+    shard coordinate takes an equal part. `silence` are the seconds after which a rank that says nothing counts as lost. `frozen_layers` is the length of the frozen prefix. `pending` names what the spec asks for and this version does not execute.
+    `budget` is there if the run must survive losses, or may change its size.
     """
 
     name: str
@@ -117,21 +157,34 @@ class Plan:
     layouts: tuple[ParameterLayout, ...]
     templates: tuple[Template, ...]
     pipelines: tuple[Pipeline, ...]
+    microbatches: int
     job: Job
     reshard: bool = False
     frozen_layers: int = 0
     generation: int = 0
     pending: tuple[str, ...] = ()
     silence: float = DEFAULT_SILENCE
+    budget: Budget | None = None
     version: int = PLAN_VERSION
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending. There are gaps where nodes were lost."""
+        return tuple(sorted(self._coordinates))
+
+    @property
     def world_size(self) -> int:
-        return sum(len(island) for p in self.pipelines for island in p.islands)
+        """How many ranks there are."""
+        return len(self._coordinates)
 
     @cached_property
-    def microbatches(self) -> int:
-        return sum(len(p.microbatches) for p in self.pipelines)
+    def nodes(self) -> tuple[int, ...]:
+        """All nodes, ascending."""
+        return tuple(sorted({self.node(rank) for rank in self.ranks}))
+
+    @property
+    def islands_per_node(self) -> int:
+        return self.ranks_per_node // (self.shard_size * self.tensor_size)
 
     @property
     def rows_per_microbatch(self) -> int:

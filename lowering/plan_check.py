@@ -74,16 +74,20 @@ def _pipelines(plan: Plan) -> Iterator[str]:
         template = plan.templates[pipeline.template]
         if len(pipeline.islands) != template.positions:
             yield f"pipeline {index} has {len(pipeline.islands)} islands, and its template {template.positions} positions"
-        if any(len(island) != size for island in pipeline.islands):
+        if any(len(island) != size for island in pipeline.islands if island):
             yield f"pipeline {index} has an island that is not of {size} ranks (shard {plan.shard_size} x tensor {plan.tensor_size})"
-        if len(pipeline.microbatches) != template.schedule.microbatches:
+        if not pipeline.whole and (pipeline.microbatches or plan.budget is None):
+            yield f"pipeline {index} has lost an island, and cannot take microbatches {list(pipeline.microbatches)}"
+        if pipeline.microbatches and len(pipeline.microbatches) != template.schedule.microbatches:
             yield f"pipeline {index} takes {len(pipeline.microbatches)} microbatches, and its schedule {template.schedule.microbatches}"
     ranks = sorted(chain.from_iterable(island for p in plan.pipelines for island in p.islands))
-    if ranks != list(range(len(ranks))):
+    if len(set(ranks)) != len(ranks) or (ranks and ranks[0] < 0):
+        yield f"the islands hold ranks {ranks}: each must be there once"
+    elif plan.budget is None and ranks != list(range(len(ranks))):
         yield f"the islands hold ranks {ranks}: each of 0 to {len(ranks) - 1} must be there once"
     microbatches = sorted(chain.from_iterable(p.microbatches for p in plan.pipelines))
-    if microbatches != list(range(len(microbatches))):
-        yield f"the pipelines take microbatches {microbatches}: each of 0 to {len(microbatches) - 1} must be there once"
+    if microbatches != list(range(plan.microbatches)):
+        yield f"the pipelines take microbatches {microbatches}: each of 0 to {plan.microbatches - 1} must be there once"
 
 
 def _layouts(plan: Plan) -> Iterator[str]:

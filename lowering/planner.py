@@ -213,6 +213,7 @@ def _finish(draft: _Draft) -> Plan:
         layouts=draft.layouts,
         templates=draft.templates,
         pipelines=draft.pipelines,
+        microbatches=sum(len(p.microbatches) for p in draft.pipelines),
         job=_job(spec),
         reshard=spec.pipeline is None,
         silence=float(spec.fault_budget.silence) if spec.fault_budget is not None else DEFAULT_SILENCE,

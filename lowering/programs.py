@@ -47,16 +47,18 @@ def _rows(template: Template, costs: StageCosts) -> tuple[Row, ...]:
 
 def programs(plan: Plan) -> tuple[Program, ...]:
     """The programs of all ranks, by rank."""
-    return tuple(program(plan, rank) for rank in range(plan.world_size))
+    return tuple(program(plan, rank) for rank in plan.ranks)
 
 
 def program(plan: Plan, rank: int) -> Program:
     """The program of one rank. Raises KeyError for a rank outside the plan."""
     at = plan.coordinate(rank)
     pipeline = plan.pipelines[at.pipeline]
+    buckets = rank_buckets(plan, rank)
+    if not pipeline.microbatches:
+        return _bystander(plan, rank, buckets)
     template = plan.templates[pipeline.template]
     index_in_island = pipeline.islands[at.position].index(rank)
-    buckets = rank_buckets(plan, rank)
 
     def peer(position: int) -> int:
         return pipeline.islands[position][index_in_island]
@@ -90,6 +92,13 @@ def program(plan: Plan, rank: int) -> Program:
         actions += [Action(ActionKind.REDUCE, item.stage, bucket=b) for b in ready]
     actions.append(Action(ActionKind.STEP))
     return Program(rank, tuple(actions), _checked(buckets, issued))
+
+
+def _bystander(plan: Plan, rank: int, buckets: tuple[Bucket, ...]) -> Program:
+    """What a rank does whose pipeline takes no microbatches: it sums gradients and steps, so that what it holds stays what the others hold."""
+    stage = plan.stages_of(rank)[0]
+    sums = (Action(ActionKind.REDUCE, stage, bucket=b) for b in range(len(buckets)))
+    return Program(rank, (*sums, Action(ActionKind.STEP)), buckets)
 
 
 def _checked(buckets: tuple[Bucket, ...], issued: set[int]) -> tuple[Bucket, ...]:

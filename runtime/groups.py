@@ -96,7 +96,7 @@ class Groups:
         self._made: dict[tuple[int, ...], CrossGroup] = {}
         self.mesh = self._island_mesh()
         pipeline = plan.coordinate(self.rank).pipeline
-        everyone = tuple(range(plan.world_size))
+        everyone = plan.ranks
         self.control = self._make("control", everyone) if plan.world_size > 1 else None
         members = tuple(sorted(r for island in plan.pipelines[pipeline].islands for r in island))
         several = len(plan.pipelines[pipeline].islands) > 1

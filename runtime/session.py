@@ -234,9 +234,9 @@ def _agree(plan: Plan, rank: int, store: dist.Store, timeout: float) -> None:
     """All ranks hold the same plan, or none starts: the hashes are compared before any group is made."""
     key = f"plan{plan.generation}/"
     store.set(f"{key}{rank}", plan.hash)
-    keys = [f"{key}{r}" for r in range(plan.world_size)]
+    keys = [f"{key}{r}" for r in plan.ranks]
     store.wait(keys, timedelta(seconds=timeout))
-    others = {r: store.get(k).decode() for r, k in enumerate(keys)}
+    others = {r: store.get(k).decode() for r, k in zip(plan.ranks, keys, strict=True)}
     different = [r for r, h in others.items() if h != plan.hash]
     if different:
         raise RunError(

@@ -141,6 +141,7 @@ def rectangular(
         layouts=_layouts(model, shard, tensor),
         templates=(_template(model, positions, microbatches, schedule, virtual),),
         pipelines=pipelines,
+        microbatches=replicas * microbatches,
         job=job(batch, optimizer),
     )
 
@@ -161,4 +162,5 @@ def heterogeneous(lengths: tuple[tuple[int, int], ...] = ((2, 3), (3, 5)), *, ba
         ranks_per_node=1,
         templates=tuple(_template(model, n, m) for n, m in order),
         pipelines=tuple(pipelines),
+        microbatches=first,
     )

@@ -79,7 +79,7 @@ def render_plan(plan: Plan, *, spec: Spec | None = None, terminal: Terminal = PL
 
 def _header(plan: Plan, terminal: Terminal) -> list[str]:
     facts, job = plan.facts, plan.job
-    nodes = len({plan.node(rank) for rank in range(plan.world_size)})
+    nodes = len({plan.node(rank) for rank in plan.ranks})
     axes = [f"{a.name} {a.size} ({a.role})" for a in plan.axes]
     if len(plan.templates) > 1:
         lengths = [str(plan.template(i).positions) for i in range(len(plan.pipelines))]
@@ -114,7 +114,7 @@ class _Group:
 
 def _groups(plan: Plan) -> list[_Group]:
     """One row a rank while they are few; then one an island; then one for each position of a template."""
-    everyone = range(plan.world_size)
+    everyone = plan.ranks
     if plan.world_size <= _MOST_ROWS:
         return [_Group((rank,)) for rank in everyone]
     islands = [_Group(tuple(sorted(island))) for p in plan.pipelines for island in p.islands]

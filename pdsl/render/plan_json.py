@@ -25,7 +25,7 @@ def render_plan_json(plan: Plan) -> str:
         "name": plan.name,
         "hash": plan.hash,
         "world_size": plan.world_size,
-        "ranks": [_rank(plan, rank) for rank in range(plan.world_size)],
+        "ranks": [_rank(plan, rank) for rank in plan.ranks],
         "memory": [{**asdict(m), "total": m.total} for m in report.memory],
         "traffic": [{**asdict(t), "total": t.total} for t in report.traffic],
         "time": {

@@ -63,8 +63,12 @@ class Reducer:
         self._works: dict[int, dist.Work] = {}
         facts = {p.name: p for p in owned_parameters(plan, program.rank)}
         self._counted = tuple(n for n in self._parameters if holders(plan, facts[n], program.rank)[0] == program.rank)
-        for name in self._bucket_of:
-            self._parameters[name].register_post_accumulate_grad_hook(self._hook(name))
+        self._hooks = [self._parameters[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._bucket_of]
+
+    def close(self) -> None:
+        """Take the hooks off: another reducer may follow on the same parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _make_flat(self, bucket: Bucket) -> torch.Tensor:
         """The boxes one after the other, then one number for each: on how many ranks it got a gradient."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -18,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Program
+from pdsl.runtime.sockets import Interrupter
 
-__all__ = ["CrossGroup", "Groups", "device_of"]
+__all__ = ["CROSS_SOCKETS", "PIPELINE_SOCKETS", "CrossGroup", "Groups", "device_of", "island_mesh"]
 
 
 def device_of(plan: Plan, local_rank: int) -> torch.device:
@@ -37,6 +39,9 @@ def device_of(plan: Plan, local_rank: int) -> torch.device:
             f"the plan needs {wanted} GPUs on this machine, {available} are visible; cluster.device = auto falls back to the CPU"
         )
     return torch.device("cpu")
+
+
+PIPELINE_SOCKETS, CROSS_SOCKETS = "pipeline", "cross"
 
 
 class _Transport(Protocol):
@@ -82,48 +87,57 @@ def _transport(store: dist.Store, rank: int, size: int, device: torch.device, ti
     return cast("_Transport", dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
-class Groups:
-    """All groups of one rank in one generation.
+def island_mesh(plan: Plan, rank: int, store: dist.Store, device: torch.device, timeout: timedelta) -> DeviceMesh | None:
+    """Make torch's WORLD from the island of a rank: its DeviceMesh with dims `shard` and `tensor`, or None for an island of one rank, which
+    needs no WORLD. Called once in the life of a process: an island stays together through all plans.
+    """
+    island = plan.island(rank)
+    if len(island) == 1:
+        return None
+    prefix = dist.PrefixStore(f"island{island[0]}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=prefix, rank=island.index(rank), world_size=len(island), timeout=timeout)
+    return init_device_mesh(device.type, (plan.shard_size, plan.tensor_size), mesh_dim_names=("shard", "tensor"))
 
-    `mesh` is the DeviceMesh of the island with dims `shard` and `tensor`, or None for an island of one rank, which needs no torch WORLD.
+
+class Groups:
+    """The groups of one rank in one generation, beyond its island. A loss elsewhere ends those that cross pipelines; the transfers inside a
+    pipeline that is whole go on, so that it can finish what it computes.
     """
 
-    def __init__(self, plan: Plan, program: Program, store: dist.Store | None, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        store: dist.Store | None,
+        device: torch.device,
+        timeout: timedelta,
+        interrupter: Interrupter | None = None,
+    ) -> None:
         self.plan, self.rank, self.device = plan, program.rank, device
         store = store if store is not None else dist.HashStore()  # one rank meets nobody
         self._store = dist.PrefixStore(f"generation{plan.generation}", store)
         self._timeout = timeout
+        self._interrupter = interrupter
         self._made: dict[tuple[int, ...], CrossGroup] = {}
-        self.mesh = self._island_mesh()
         pipeline = plan.coordinate(self.rank).pipeline
-        everyone = plan.ranks
-        self.control = self._make("control", everyone) if plan.world_size > 1 else None
+        self.control = self._make("control", plan.ranks) if plan.world_size > 1 else None
         members = tuple(sorted(r for island in plan.pipelines[pipeline].islands for r in island))
-        several = len(plan.pipelines[pipeline].islands) > 1
-        self.transfers = self._make(f"pipeline{pipeline}", members) if several else None
+        several = len(plan.pipelines[pipeline].islands) > 1 and plan.pipelines[pipeline].whole
+        self.transfers = self._make(f"pipeline{pipeline}", members, PIPELINE_SOCKETS) if several else None
         for ranks in sorted({bucket.ranks for bucket in program.buckets}):
             # making a group waits for its members: one order for all ranks, or they wait for each other
             self._made[ranks] = self._make("sum" + "-".join(map(str, ranks)), ranks)
 
-    def _make(self, name: str, ranks: tuple[int, ...]) -> CrossGroup:
-        return CrossGroup(name, ranks, self.rank, self._store, self.device, self._timeout)
+    def _make(self, name: str, ranks: tuple[int, ...], key: str = CROSS_SOCKETS) -> CrossGroup:
+        with self._interrupter.making(key) if self._interrupter is not None else nullcontext():
+            return CrossGroup(name, ranks, self.rank, self._store, self.device, self._timeout)
 
     def summing(self, ranks: tuple[int, ...]) -> CrossGroup:
         """The group over which gradients held by `ranks` are summed."""
         return self._made[ranks]
 
-    def _island_mesh(self) -> DeviceMesh | None:
-        plan, island = self.plan, self.plan.island(self.rank)
-        if len(island) == 1:
-            return None
-        store = dist.PrefixStore(f"island{island[0]}", self._store)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=island.index(self.rank), world_size=len(island), timeout=self._timeout)
-        return init_device_mesh(self.device.type, (plan.shard_size, plan.tensor_size), mesh_dim_names=("shard", "tensor"))
-
     def close(self) -> None:
         """Drop every group. Sockets close at once, so that peers that still wait see it."""
         self._made.clear()
         self.control = self.transfers = None
-        if self.mesh is not None and dist.is_initialized():
-            dist.destroy_process_group()

@@ -102,6 +102,34 @@ class LocalOptimizer:
         for parameter in self._locals.values():
             parameter.grad = None
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps, as `KEY/NAME`; it shares storage. A parameter that never got a gradient has none.
+
+        Raises RunError for an optimizer of the user's that keeps anything but tensors.
+        """
+        if self._optimizer is None:
+            return {}
+        found = {}
+        for name, parameter in self._locals.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if value is None:
+                    continue
+                if not isinstance(value, torch.Tensor):
+                    raise RunError(f"the optimizer keeps a {type(value).__name__} ({key}) for {name}: only tensors can be moved and saved")
+                found[f"{key}/{name}"] = value
+        return found
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state` gave, by reference."""
+        if self._optimizer is None:
+            return
+        self._optimizer.state.clear()
+        for full, value in state.items():
+            key, _, name = full.partition("/")
+            parameter = self._locals.get(name)
+            if parameter is not None and parameter.numel():
+                self._optimizer.state.setdefault(parameter, {})[key] = value
+
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """The local boxes by name; they share the storage of the model's parameters."""

@@ -5,11 +5,9 @@ The commit point of a step lies after its last collective (the sums, then one ga
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from math import sqrt
 from types import TracebackType
 from typing import Self
 
@@ -19,25 +17,20 @@ from attrs import frozen
 from torch import nn
 
 from pdsl.grammar.errors import RunError
-from pdsl.lowering.boxes import box, box_shape
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.programs import program
 from pdsl.runtime.build import build
-from pdsl.runtime.executor import Executor
+from pdsl.runtime.engine import Engine, Totals
 from pdsl.runtime.faults import in_words
-from pdsl.runtime.gradients import Reducer, local_tensor
-from pdsl.runtime.groups import Groups, device_of
+from pdsl.runtime.groups import Groups, device_of, island_mesh
 from pdsl.runtime.objective import make_objective
-from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory, rate_at
-from pdsl.runtime.rows import Batch, rank_rows, row_hash, split_batch
-from pdsl.runtime.shard import apply_tensor_parallel, live_names, shard_layers
-from pdsl.runtime.stage import StageRunner
+from pdsl.runtime.optimizer import OptimizerFactory
+from pdsl.runtime.part import Part
+from pdsl.runtime.rows import Batch, rank_rows, split_batch
 
-__all__ = ["Session", "StepResult"]
-
-_HASH_MASK = (1 << 63) - 1
+__all__ = ["Session", "StepResult", "agree_on_plan"]
 
 
 @frozen
@@ -54,6 +47,11 @@ class StepResult:
     samples: int
     seconds: float
     digest: str
+
+    @classmethod
+    def of(cls, step: int, totals: Totals, samples: int, seconds: float) -> StepResult:
+        """The result of a 0-based step."""
+        return cls(step, totals.loss / totals.over, totals.norm, samples, seconds, f"{totals.digest:016x}")
 
 
 class Session:
@@ -83,34 +81,18 @@ class Session:
             torch.cuda.set_device(self.device)
         if store is not None:
             with in_words(lambda: "at the start, when all ranks compare their plans", plan.silence):
-                _agree(plan, rank, store, plan.silence)
+                agree_on_plan(plan, rank, store, plan.silence)
+        owned = {p.name for p in owned_parameters(plan, rank)}
+        timeout = timedelta(seconds=plan.silence)
+        built = build(plan, owned, self.device, model=model)
+        mesh = island_mesh(plan, rank, store, self.device, timeout) if store is not None else None
+        self.part = Part(plan, rank, mesh, built, optimizer)
         self._program = program(plan, rank)
-        owned = owned_parameters(plan, rank)
-        self.model = build(plan, {p.name for p in owned}, self.device, model=model)
-        self.model.train()
-        names = live_names(self.model, plan, rank)
-        self.groups = Groups(plan, self._program, store, self.device, timedelta(seconds=plan.silence))
-        mesh = self.groups.mesh
-        if mesh is not None and plan.tensor_size > 1:
-            apply_tensor_parallel(self.model, plan, rank, mesh, names)
-        stages = plan.template(plan.coordinate(rank).pipeline).stages
-        runner = StageRunner(self.model, plan.facts, {s: (stages[s].start, stages[s].stop) for s in plan.stages_of(rank)})
-        units = shard_layers(runner, self.model, plan, rank, mesh, names) if mesh is not None and plan.shard_size > 1 else None
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        self.parameters = {p.name: named[names[p.name]] for p in owned if p.trainable}
-        _check_boxes(plan, rank, self.parameters)
-        self._reducer = Reducer(plan, self._program, self.parameters, self.groups, units.settle if units is not None else lambda: None)
-        self._optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer)
-        self._objective = make_objective(plan.job)
-        self._executor = Executor(plan, self._program, self.groups, runner, self._objective, self._reducer, units)
-        if plan.facts.random:
-            self._executor.before_forward = self._begin_forward
-            runner.before_layer = self._seed_layer
+        self.groups = Groups(plan, self._program, store, self.device, timeout)
+        self.engine = Engine.of(plan, self._program, self.part, self.groups, make_objective(plan.job))
         self._closed = False
-        self._microbatch = 0
         self._places = rank_rows(plan, rank)
         self.steps_taken = 0
-        self.on_gradients: Callable[[Mapping[str, torch.Tensor]], None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -122,6 +104,27 @@ class Session:
         """Drop the groups. A closed session takes no more steps."""
         self._closed = True
         self.groups.close()
+        if dist.is_initialized() and len(self.plan.island(self.rank)) > 1:
+            dist.destroy_process_group()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of which this rank runs its layers; parameters of other layers have no memory."""
+        return self.part.model
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The trainable parameters that this rank owns, by canonical name, after sharding."""
+        return self.part.parameters
+
+    @property
+    def on_gradients(self) -> Callable[[Mapping[str, torch.Tensor]], None] | None:
+        """Called with the summed local gradients of each step, before clipping."""
+        return self.engine.on_gradients
+
+    @on_gradients.setter
+    def on_gradients(self, call: Callable[[Mapping[str, torch.Tensor]], None] | None) -> None:
+        self.engine.on_gradients = call
 
     @property
     def places(self) -> Mapping[int, range]:
@@ -131,7 +134,7 @@ class Session:
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The boxes of the trainable parameters that this rank owns, by name."""
-        return self._optimizer.weights
+        return self.part.optimizer.weights
 
     def step(self, batch: Batch, ids: Sequence[int] | None = None) -> StepResult:
         """One optimizer step on a global batch: a mapping of names to tensors with one row per sample, the same on every rank.
@@ -151,60 +154,12 @@ class Session:
         if self._closed:
             raise RunError("the session is closed: it takes no more steps")
         begin = time.perf_counter()
-        on_device = {m: {n: t.to(self.device) for n, t in batch.items()} for m, batch in rows.items()}
-        sums = self._executor.step(on_device)
-        with in_words(lambda: f"at the sums of step {self.steps_taken}", self.plan.silence):
-            gradients = self._reducer.finish()
-            loss, squared, tokens, digest = self._agree_on_sums(sums.loss, sums.tokens, self._reducer.squared_norm(gradients), ids)
-        over = float(tokens) if self._objective.over_tokens else 1.0
-        if over == 0:
-            raise RunError(f"step {self.steps_taken}: no token of the batch counts; the mean over tokens is undefined")
-        norm = sqrt(squared) / over
-        self._apply(gradients, norm, over)
+        engine = self.engine
+        engine.step = self.steps_taken
+        totals = engine.sum_up(engine.compute(rows), ids)
+        engine.apply(totals)
         self.steps_taken += 1
-        seconds = time.perf_counter() - begin
-        return StepResult(self.steps_taken - 1, loss / over, norm, self.plan.job.batch, seconds, f"{digest:016x}")
-
-    def _begin_forward(self, _stage: int, microbatch: int) -> None:
-        self._microbatch = microbatch
-
-    def _seed_layer(self, layer: int) -> None:
-        """Random numbers inside a layer depend on (seed, step, microbatch, layer) and the rows it sees, never on the placement of layers."""
-        shard = self.plan.coordinate(self.rank).shard
-        key = f"{self.plan.job.seed}/{self.steps_taken}/{self._microbatch}/{shard}/{layer}"
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
-
-    @torch.no_grad()
-    def _apply(self, gradients: dict[str, torch.Tensor], norm: float, over: float) -> None:
-        job = self.plan.job
-        held = [g for g in gradients.values() if g.numel()]
-        if held and over != 1.0:
-            torch._foreach_div_(held, over)
-        if self.on_gradients is not None:
-            self.on_gradients(gradients)
-        if held and job.clip is not None and (factor := job.clip / (norm + 1e-6)) < 1.0:  # the arithmetic of torch's clip_grad_norm_
-            torch._foreach_mul_(held, factor)
-        self._optimizer.step(gradients, rate_at(job.rate, self.steps_taken, job.steps))
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    def _agree_on_sums(self, loss: float, tokens: int, squared: float, ids: Mapping[int, Sequence[int]]) -> tuple[float, float, int, int]:
-        """The sums over all ranks, equal to the bit on each: every rank adds the same numbers in the same order."""
-        at = self.plan.coordinate(self.rank)
-        last = self.plan.template(at.pipeline).stages[-1].position
-        counts = at.position == last and at.tensor == 0
-        digest = sum(row_hash(i) for part in ids.values() for i in part) & _HASH_MASK if counts else 0
-        if not counts:
-            loss, tokens = 0.0, 0
-        if self.groups.control is None:
-            return loss, squared, tokens, digest
-        numbers = torch.tensor([loss, squared], dtype=torch.float64).view(torch.int64)
-        mine = torch.cat([numbers, torch.tensor([tokens, digest], dtype=torch.int64)]).to(self.device)
-        everyone = torch.stack(self.groups.control.gather(mine)).cpu()
-        floats = everyone[:, :2].contiguous().view(torch.float64)
-        total = floats.sum(dim=0).tolist()
-        digests = sum(everyone[:, 3].tolist()) & _HASH_MASK
-        return total[0], total[1], int(everyone[:, 2].sum()), digests
+        return StepResult.of(self.steps_taken - 1, totals, self.plan.job.batch, time.perf_counter() - begin)
 
 
 def _check_batch(batch: object, size: int) -> None:
@@ -219,18 +174,7 @@ def _check_batch(batch: object, size: int) -> None:
             raise RunError(f'batch entry "{name}" has {value.shape[0]} rows, the plan is made for a batch of {size}')
 
 
-def _check_boxes(plan: Plan, rank: int, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises RunError if torch holds another part of a parameter than the plan says: sums and norms would be wrong without a word."""
-    at = plan.coordinate(rank)
-    for p in plan.facts.parameters:
-        if p.name not in parameters:
-            continue
-        held, planned = tuple(local_tensor(parameters[p.name]).shape), box_shape(box(plan, p, at.shard, at.tensor))
-        if held != planned:
-            raise RunError(f"{p.name}: rank {rank} holds a part of shape {held}, the plan says {planned} ({plan.layout(p.name).style})")
-
-
-def _agree(plan: Plan, rank: int, store: dist.Store, timeout: float) -> None:
+def agree_on_plan(plan: Plan, rank: int, store: dist.Store, timeout: float) -> None:
     """All ranks hold the same plan, or none starts: the hashes are compared before any group is made."""
     key = f"plan{plan.generation}/"
     store.set(f"{key}{rank}", plan.hash)

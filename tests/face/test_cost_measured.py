@@ -68,7 +68,7 @@ def held_bytes(rank: int, world: int, store: Any, text: str) -> dict[str, int]:
     with Session(plan, rank, store) as session:
         session.on_gradients = lambda held: found.update(gradients=sum(g.nbytes for g in held.values()))
         session.step(read_rows(make_dataset(plan), range(plan.job.batch)))
-        states = session._optimizer._optimizer.state.values()
+        states = session.part.optimizer._optimizer.state.values()
         found["parameters"] = sum(w.nbytes for w in session.weights.values())
         found["optimizer"] = sum(t.nbytes for state in states for name, t in state.items() if name != "step")
     return found

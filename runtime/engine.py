@@ -1,0 +1,136 @@
+"""One rank in one generation: the program, the sums and the executor over the part that the rank owns.
+
+A step has three phases. `compute` runs the program; `sum_up` waits for the sums and agrees with all ranks on loss and norm; `apply` writes the
+weights. The commit point lies between the last two: whoever knows the agreed numbers knows that every rank has its gradients, and may step
+without another word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
+
+import torch
+from attrs import define, frozen
+
+from pdsl.grammar.errors import RunError
+from pdsl.lowering.plan import Plan
+from pdsl.lowering.program import Program
+from pdsl.runtime.executor import Executor, StepSums
+from pdsl.runtime.faults import in_words
+from pdsl.runtime.gradients import Reducer
+from pdsl.runtime.groups import Groups
+from pdsl.runtime.objective import Objective
+from pdsl.runtime.optimizer import rate_at
+from pdsl.runtime.part import Part
+from pdsl.runtime.rows import Batch, row_hash
+
+__all__ = ["Engine", "Totals"]
+
+_HASH_MASK = (1 << 63) - 1
+
+
+@frozen
+class Totals:
+    """What all ranks agree on at the end of a step. `loss` and `squared` are sums before the division by `over`, the tokens that count (1 if
+    samples are counted); `change` tells that some rank was asked to stop at this boundary.
+    """
+
+    loss: float
+    squared: float
+    over: float
+    digest: int
+    change: bool = False
+
+    @property
+    def norm(self) -> float:
+        return sqrt(self.squared) / self.over
+
+
+@define(eq=False)
+class Engine:
+    """Runs the steps of one rank under one plan. `step` is the 0-based number of the step, which random numbers and messages depend on."""
+
+    plan: Plan
+    program: Program
+    part: Part
+    groups: Groups
+    objective: Objective
+    reducer: Reducer
+    executor: Executor
+    step: int = 0
+    gradients: dict[str, torch.Tensor] | None = None
+    on_gradients: Callable[[Mapping[str, torch.Tensor]], None] | None = None
+    _microbatch: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, program: Program, part: Part, groups: Groups, objective: Objective) -> Engine:
+        units = part.units
+        reducer = Reducer(plan, program, part.parameters, groups, units.settle if units is not None else lambda: None)
+        made = cls(plan, program, part, groups, objective, reducer, Executor(plan, program, groups, part.runner, objective, reducer, units))
+        part.runner.before_layer = None
+        if plan.facts.random:
+            made.executor.before_forward = made._begin_forward
+            part.runner.before_layer = made._seed_layer
+        return made
+
+    def close(self) -> None:
+        """Let go of the part: another engine may take it over."""
+        self.reducer.close()
+
+    def compute(self, rows: Mapping[int, Batch]) -> StepSums:
+        """Forward and backward of every microbatch of the program. Raises RunError if a peer in this pipeline is gone or silent."""
+        self.gradients = None
+        device = self.groups.device
+        return self.executor.step({m: {n: t.to(device) for n, t in batch.items()} for m, batch in rows.items()})
+
+    def sum_up(self, sums: StepSums, ids: Mapping[int, Sequence[int]], *, change: bool = False) -> Totals:
+        """Wait for the gradients of all ranks and agree on the numbers of the step. Raises RunError if a peer is gone or silent."""
+        with in_words(lambda: f"at the sums of step {self.step}", self.plan.silence):
+            self.gradients = self.reducer.finish()
+            return self._agree(sums, self.reducer.squared_norm(self.gradients), ids, change=change)
+
+    @torch.no_grad()
+    def apply(self, totals: Totals) -> None:
+        """Write the weights. Raises RunError if nothing of the batch counts."""
+        if totals.over == 0:
+            raise RunError(f"step {self.step}: no token of the batch counts; the mean over tokens is undefined")
+        gradients = self.gradients
+        assert gradients is not None
+        job = self.plan.job
+        held = [g for g in gradients.values() if g.numel()]
+        if held and totals.over != 1.0:
+            torch._foreach_div_(held, totals.over)
+        if self.on_gradients is not None:
+            self.on_gradients(gradients)
+        if held and job.clip is not None and (factor := job.clip / (totals.norm + 1e-6)) < 1.0:  # the arithmetic of torch's clip_grad_norm_
+            torch._foreach_mul_(held, factor)
+        self.part.optimizer.step(gradients, rate_at(job.rate, self.step, job.steps))
+        self.gradients = None
+        self.part.drop_gradients()
+
+    def _begin_forward(self, _stage: int, microbatch: int) -> None:
+        self._microbatch = microbatch
+
+    def _seed_layer(self, layer: int) -> None:
+        """Random numbers inside a layer depend on (seed, step, microbatch, layer) and the rows it sees, never on the placement of layers."""
+        shard = self.plan.coordinate(self.program.rank).shard
+        key = f"{self.plan.job.seed}/{self.step}/{self._microbatch}/{shard}/{layer}"
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
+
+    def _agree(self, sums: StepSums, squared: float, ids: Mapping[int, Sequence[int]], *, change: bool) -> Totals:
+        """The sums over all ranks, equal to the bit on each: every rank adds the same numbers in the same order."""
+        at = self.plan.coordinate(self.program.rank)
+        last = self.plan.template(at.pipeline).stages[-1].position
+        counts = at.position == last and at.tensor == 0
+        digest = sum(row_hash(i) for part in ids.values() for i in part) & _HASH_MASK if counts else 0
+        loss, tokens = (sums.loss, sums.tokens) if counts else (0.0, 0)
+        if self.groups.control is not None:
+            numbers = torch.tensor([loss, squared], dtype=torch.float64).view(torch.int64)
+            mine = torch.cat([numbers, torch.tensor([tokens, digest, change], dtype=torch.int64)]).to(self.groups.device)
+            everyone = torch.stack(self.groups.control.gather(mine)).cpu()
+            loss, squared = everyone[:, :2].contiguous().view(torch.float64).sum(dim=0).tolist()
+            tokens, digest = int(everyone[:, 2].sum()), sum(everyone[:, 3].tolist()) & _HASH_MASK
+            change = bool(everyone[:, 4].any())
+        return Totals(loss, squared, float(tokens) if self.objective.over_tokens else 1.0, digest, change)

@@ -1,0 +1,113 @@
+"""What one rank owns under a plan: its layers, ready to run and sharded, and their optimizer.
+
+A part outlives generations in which the rank keeps its layers. It can be made anew from the bare model and the state of another part, which is
+how layers change their owner: the same way whether the state was kept, came from a peer or was read from a file.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pdsl.grammar.errors import RunError
+from pdsl.lowering.boxes import Box, box, box_shape
+from pdsl.lowering.facts import ParameterFacts
+from pdsl.lowering.ownership import owned_parameters
+from pdsl.lowering.plan import Plan
+from pdsl.lowering.probe import on_meta
+from pdsl.lowering.probe_pass import parameter_groups
+from pdsl.runtime.gradients import local_tensor
+from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory
+from pdsl.runtime.shard import apply_tensor_parallel, live_names, shard_layers
+from pdsl.runtime.stage import StageRunner
+
+__all__ = ["WEIGHT", "Part", "bare_copy", "with_memory"]
+
+WEIGHT = "weight"
+
+
+class Part:
+    """The layers of one rank.
+
+    `model` has memory for the owned parameters and is changed in place. `tensors` are all owned parameters by canonical name after sharding,
+    `parameters` those of them that are trained. Raises RunError if torch holds another part of a parameter than the plan says.
+    """
+
+    def __init__(self, plan: Plan, rank: int, mesh: DeviceMesh | None, model: nn.Module, optimizer: OptimizerFactory | None = None) -> None:
+        self.model = model
+        model.train()
+        names = live_names(model, plan, rank)
+        if mesh is not None and plan.tensor_size > 1:
+            apply_tensor_parallel(model, plan, rank, mesh, names)
+        stages = plan.template(plan.coordinate(rank).pipeline).stages
+        self.runner = StageRunner(model, plan.facts, {s: (stages[s].start, stages[s].stop) for s in plan.stages_of(rank)})
+        shards = mesh is not None and plan.shard_size > 1
+        self.units = shard_layers(self.runner, model, plan, rank, mesh, names) if mesh is not None and shards else None
+        named = dict(model.named_parameters(remove_duplicate=False))
+        owned = owned_parameters(plan, rank)
+        self.tensors = {p.name: named[names[p.name]] for p in owned}
+        self.parameters = {p.name: self.tensors[p.name] for p in owned if p.trainable}
+        self.boxes = _boxes(plan, rank, owned)
+        self._check_boxes(plan, rank)
+        self.optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer)
+
+    def _check_boxes(self, plan: Plan, rank: int) -> None:
+        for name, bounds in self.boxes.items():
+            held, planned = tuple(local_tensor(self.tensors[name]).shape), box_shape(bounds)
+            if held != planned and name in self.parameters:
+                # sums and norms would be wrong without a word
+                raise RunError(f"{name}: rank {rank} holds a part of shape {held}, the plan says {planned} ({plan.layout(name).style})")
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The local boxes of all that makes up the owned layers: `weight/NAME`, and what the optimizer keeps, such as `exp_avg/NAME`.
+
+        They share storage with the part. What the optimizer has not made yet is not there: that is not the same as zero.
+        """
+        weights = {f"{WEIGHT}/{name}": local_tensor(p.data) for name, p in self.tensors.items()}
+        return weights | self.optimizer.state()
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over weights by copy, and the optimizer's state as it is. Raises KeyError if a weight is missing."""
+        for name, parameter in self.tensors.items():
+            local_tensor(parameter.data).copy_(state[f"{WEIGHT}/{name}"])
+        self.optimizer.load({key: value for key, value in state.items() if not key.startswith(f"{WEIGHT}/")})
+
+    def drop_gradients(self) -> None:
+        """Forget what was computed of a step."""
+        for parameter in self.tensors.values():
+            parameter.grad = None
+
+
+def _boxes(plan: Plan, rank: int, owned: Collection[ParameterFacts]) -> dict[str, Box]:
+    at = plan.coordinate(rank)
+    return {p.name: box(plan, p, at.shard, at.tensor) for p in owned}
+
+
+def bare_copy(model: nn.Module) -> nn.Module:
+    """A copy without memory for parameters, from which parts are made; buffers are copied with their values."""
+    memo: dict[int, object] = {}
+    for group in parameter_groups(model).values():
+        bare = on_meta(group[0][1])
+        memo.update({id(parameter): bare for _, parameter in group})
+    return copy.deepcopy(model, memo)
+
+
+def with_memory(bare: nn.Module, plan: Plan, rank: int, device: torch.device) -> nn.Module:
+    """A copy of a bare model with memory, not yet filled, for what a rank owns."""
+    model = copy.deepcopy(bare)
+    owned = {p.name for p in owned_parameters(plan, rank)}
+    for canonical, group in parameter_groups(model).items():
+        if canonical not in owned:
+            continue
+        old = group[0][1]
+        made = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
+        made.__dict__.update(old.__dict__)
+        for name, _ in group:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = made
+    return model

@@ -248,6 +248,14 @@ _SOURCES = (
     ),
 )
 
+_DOMAIN = (KeyInfo("nodes", Kind.INT, "how many nodes share one", required=True, minimum=1),)
+_DOMAINS = (
+    CallInfo("rack", "nodes of one rack", _DOMAIN),
+    CallInfo("switch", "nodes behind one switch", _DOMAIN),
+    CallInfo("zone", "nodes of one zone", _DOMAIN),
+    CallInfo("host", "nodes on one machine, as simulated ones are", _DOMAIN),
+)
+
 LAYOUTS: Mapping[str, str] = MappingProxyType(
     {
         "replicate": "the whole parameter on every rank of the island",
@@ -271,7 +279,7 @@ _TABLE = (
         KeyInfo("bandwidth", Kind.RATE, "bandwidth between two nodes, one direction", above=0),
         KeyInfo("latency", Kind.SECONDS, "latency of one message between two nodes", minimum=0),
         KeyInfo("mtbf", Kind.SECONDS, "mean time between failures of one node", above=0),
-        KeyInfo("domain", Kind.STRING, "what fails together beyond a node, such as a rack"),
+        KeyInfo("domain", Kind.CALL, "nodes that fail together, counted from node 0", calls=_DOMAINS),
     )),
     BlockInfo("mesh", "the axes, outermost first; their product is the number of ranks", Statements.AXES),
     BlockInfo("model", "the factory of the model and its arguments", Statements.ARGUMENTS, label='"package.module:factory"'),
@@ -290,7 +298,7 @@ _TABLE = (
         KeyInfo("offload", Kind.CHOICE, "what waits in host memory", default="none", choices=("none", "optimizer", "params")),
     )),
     BlockInfo("fault_budget", "what the run survives", keys=(
-        KeyInfo("unit", Kind.CHOICE, "what is lost as one", default="node", choices=("node", "rank")),
+        KeyInfo("unit", Kind.CHOICE, "what is lost as one; a rank takes its node along", default="node", choices=("node", "rank", "domain")),
         KeyInfo("lose", Kind.INT, "units that may be lost", default=0, minimum=0),
         KeyInfo("recover", Kind.CHOICES, "ways back, tried in this order", default=("reroute", "retemplate", "restore"), choices=("reroute", "retemplate", "restore")),
         KeyInfo("silence", Kind.SECONDS, "a unit that says nothing for so long is lost", default=Fraction(30), above=0),

@@ -70,15 +70,24 @@ def check_resolved(
     """The rules on what a file says, added to the findings that the sink holds already."""
     spec = resolution.spec
     ranks = world if world is not None else None if "cluster" in resolution.broken else declared_world(spec)
-    mesh = build_mesh(spec, ranks) if on_mesh and "mesh" not in resolution.broken else None
     broken = set(resolution.broken)
     known = _facts(spec, resolution, facts, sink, broken)
-    context = Context(spec, mesh, known, ranks, frozenset(broken), resolution.unused, resolution.places)
+    mesh = _mesh(spec, ranks, known) if on_mesh and "mesh" not in resolution.broken else None
+    context = Context(spec, mesh, known, ranks if on_mesh else None, frozenset(broken), resolution.unused, resolution.places)
     found, skipped = run_rules(context)
     sink.extend(found)
     everything = suppress(sink.diagnostics, file.comments, skipped)
     diagnostics = tuple(sorted(everything, key=lambda d: d.sort_key))
     return CheckResult(None if has_errors(diagnostics) else spec, mesh, known, diagnostics)
+
+
+def _mesh(spec: Spec, ranks: int | None, facts: ModelFacts | None) -> Mesh | None:
+    """The mesh; how long pipelines must be may depend on the memory that the model needs."""
+    if facts is None or spec.cluster.memory is None:
+        return build_mesh(spec, ranks)
+    from pdsl.lowering.budgets import memory_least  # a check without model starts without it
+
+    return build_mesh(spec, ranks, memory_least(spec, facts, ranks))
 
 
 def _facts(spec: Spec, resolution: Resolution, facts: Facts, sink: DiagnosticSink, broken: set[str]) -> ModelFacts | None:

@@ -7,6 +7,7 @@ one and the same everywhere.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
@@ -266,24 +267,26 @@ _Steps: TypeAlias = list[dict[int, tuple[int, ...]]]
 def _optimal_steps(chain: _Chain, tables: Sequence[_Table], best: Number) -> _Steps:
     """All (stage, start, stop) of optimal cuts, backwards from the end, so that every step left can be completed on both sides."""
     steps: _Steps = []
-    ends = {chain.layers}
+    times, plain = chain.times, chain.slowness is None
+    ends = [chain.layers]
     for stage in reversed(range(chain.stages)):
         before: _Table = tables[stage - 1] if stage else {0: 0}
         here: dict[int, tuple[int, ...]] = {}
-        for start in chain.starts:
-            if start not in before or before[start] > best:
+        for start, reached in before.items():
+            if reached > best:
                 continue
             stops: list[int] = []
-            for stop in sorted(ends):
-                if stop <= start:
-                    continue
-                if chain.time(stage, start, stop) > best or chain.excess(stage, start, stop) > 0:
+            for at in range(bisect_right(ends, start), len(ends)):
+                stop = ends[at]
+                if (times[stop] - times[start] if plain else chain.time(stage, start, stop)) > best:
+                    break
+                if chain.limits is not None and chain.excess(stage, start, stop) > 0:
                     break
                 stops.append(stop)
             if stops:
                 here[start] = tuple(stops)
         steps.append(here)
-        ends = set(here)
+        ends = list(here)  # ascending, as tables are filled from the left
     steps.reverse()
     return steps
 

@@ -15,10 +15,23 @@ from itertools import islice, product
 from attrs import frozen
 
 from pdsl.grammar.source import Span
+from pdsl.lowering.elastic import Sizing, sizing
 from pdsl.lowering.places import Coordinate, MeshAxis
 from pdsl.lowering.spec import AxisSpec, LayoutCall, Rest, SizeRange, Spec
 
-__all__ = ["PIPELINE", "REPLICA", "SHARD", "TENSOR", "AxisUse", "Mesh", "axis_uses", "build_mesh", "declared_world", "solve_sizes"]
+__all__ = [
+    "PIPELINE",
+    "REPLICA",
+    "SHARD",
+    "TENSOR",
+    "AxisUse",
+    "Mesh",
+    "axis_roles",
+    "axis_uses",
+    "build_mesh",
+    "declared_world",
+    "solve_sizes",
+]
 
 PIPELINE, REPLICA, SHARD, TENSOR = "pipeline", "replica", "shard", "tensor"
 _MOST_CHOICES = 10_000
@@ -35,9 +48,15 @@ class AxisUse:
 
 @frozen(slots=False)
 class Mesh:
-    """The final mesh of a job in which all pipelines have one length. Axes in the order of the text."""
+    """The final mesh of a job. Axes in the order of the text.
+
+    With `sizing` pipelines may differ in length: the pipeline axis then has the size of the longest if they are as equal as they can be, the
+    product of the axes need not be the number of ranks, and where ranks stand is settled by the plan and not by coordinates.
+    """
 
     axes: tuple[MeshAxis, ...] = ()
+    sizing: Sizing | None = None
+    ranks_per_node: int = 1
 
     def _named(self, role: str) -> tuple[int, ...]:
         return tuple(i for i, axis in enumerate(self.axes) if axis.role == role)
@@ -47,6 +66,8 @@ class Mesh:
 
     @cached_property
     def world_size(self) -> int:
+        if self.sizing is not None:
+            return self.sizing.nodes * self.ranks_per_node
         return math.prod(axis.size for axis in self.axes)
 
     @cached_property
@@ -119,6 +140,8 @@ class Mesh:
         return {key: tuple(rank for _, _, rank in sorted(members)) for key, members in found.items()}
 
     def __str__(self) -> str:
+        if self.sizing is not None and self.sizing.least < self.sizing.most:
+            return f"{self.sizing.pipelines} pipelines over {self.sizing.nodes} nodes"
         return " x ".join(f"{a.name} {a.size}" for a in self.axes) or "one rank"
 
 
@@ -181,15 +204,35 @@ def _options(size: int | Rest | SizeRange, world: int) -> tuple[int, ...]:
     return (size,)
 
 
-def build_mesh(spec: Spec, world: int | None = None) -> Mesh | None:
-    """The mesh of a spec for `world` ranks (by default what the cluster declares), or None if the sizes do not fit or `rest` stays open.
-
-    An axis with several uses takes the first one's role; the rules report it.
-    """
-    sizes = solve_sizes(spec.mesh.axes, world if world is not None else declared_world(spec))
-    if sizes is None:
-        return None
+def axis_roles(spec: Spec) -> dict[str, str]:
+    """The role of each axis that is used; one with several uses takes the first one's, and the rules report it. Any other axis replicates."""
     roles: dict[str, str] = {}
     for use in axis_uses(spec):
         roles.setdefault(use.axis, use.role)
+    return roles
+
+
+def build_mesh(spec: Spec, world: int | None = None, least: int = 1) -> Mesh | None:
+    """The mesh of a spec for `world` ranks (by default what the cluster declares), or None if the sizes do not fit or `rest` stays open.
+
+    `least` is the fewest nodes of a pipeline that memory allows, where its length is a range.
+    """
+    ranks = world if world is not None else declared_world(spec)
+    roles = axis_roles(spec)
+    found = sizing(spec, roles, ranks, least)
+    if found is not None and ranks is not None:
+        return _elastic(spec, roles, found, ranks // found.nodes)
+    sizes = solve_sizes(spec.mesh.axes, ranks)
+    if sizes is None:
+        return None
     return Mesh(tuple(MeshAxis(a.name, n, roles.get(a.name, REPLICA)) for a, n in zip(spec.mesh.axes, sizes, strict=True)))
+
+
+def _elastic(spec: Spec, roles: dict[str, str], found: Sizing, ranks_per_node: int) -> Mesh:
+    axes = []
+    for a in spec.mesh.axes:
+        role = roles.get(a.name, REPLICA)
+        fixed = a.size if isinstance(a.size, int) else a.size.low if isinstance(a.size, SizeRange) else 1
+        size = found.positions if role == PIPELINE else found.pipelines if role == REPLICA and not isinstance(a.size, int) else fixed
+        axes.append(MeshAxis(a.name, size, role))
+    return Mesh(tuple(axes), found, ranks_per_node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pdsl.grammar.errors import NotExecuted
+from pdsl.lowering.mesh import SHARD, TENSOR, axis_roles
 from pdsl.lowering.spec import LayoutCall, LayoutSlots, SizeRange, Spec
 
 __all__ = ["pending", "require_executable"]
@@ -24,11 +25,6 @@ def require_executable(pending: tuple[str, ...]) -> None:
 
 def pending(spec: Spec) -> Iterator[tuple[str, str]]:
     """What a spec asks for that this version does not execute: dotted path and a few words."""
-    if spec.fault_budget is not None and spec.fault_budget.lose > 0:
-        yield (
-            "fault_budget.lose",
-            f"surviving the loss of {spec.fault_budget.lose} {spec.fault_budget.unit}{'s' if spec.fault_budget.lose > 1 else ''}",
-        )
     if spec.freeze is not None:
         yield "freeze", "freezing"
     if spec.checkpoint is not None:
@@ -42,8 +38,9 @@ def pending(spec: Spec) -> Iterator[tuple[str, str]]:
             yield f"precision.{key}", f"precision {getattr(spec.precision, key)}"
     if spec.train is not None and spec.train.last == "pad":
         yield "train.last", "padding the last batch"
+    roles = axis_roles(spec)
     for axis in spec.mesh.axes:
-        if isinstance(axis.size, SizeRange):
+        if isinstance(axis.size, SizeRange) and roles.get(axis.name) in (SHARD, TENSOR):
             yield f"mesh.{axis.name}", f"an elastic axis ({axis.size.low} to {axis.size.high})"
     yield from _layouts(spec)
 

@@ -7,16 +7,19 @@ from collections.abc import Callable, Sequence
 from attrs import evolve, frozen
 
 from pdsl.grammar.errors import PlanError
+from pdsl.lowering.budgets import elastic_budget, fixed_budget, islands_of_node, loses, misfit, sizing_of
 from pdsl.lowering.cuts import LayerCost, cut
 from pdsl.lowering.facts import ModelFacts
+from pdsl.lowering.instantiate import instantiate
 from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.mesh import Mesh
 from pdsl.lowering.pending import pending
-from pdsl.lowering.plan import DEFAULT_SILENCE, Job, MeshAxis, ParameterLayout, Pipeline, Plan, StageCut, Template
+from pdsl.lowering.plan import DEFAULT_SILENCE, Budget, Job, MeshAxis, ParameterLayout, Pipeline, Plan, StageCut, Template
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.schedules import SCHEDULES, single
 from pdsl.lowering.simulate import StageCosts, simulate
 from pdsl.lowering.spec import Spec, StageSpec
+from pdsl.lowering.templates import template_of
 
 __all__ = ["PASSES", "layer_costs", "plan"]
 
@@ -28,8 +31,12 @@ class _Draft:
     spec: Spec
     facts: ModelFacts
     mesh: Mesh
-    lengths: tuple[tuple[int, int], ...]  # (positions, microbatches of one round) of every pipeline
+    lengths: tuple[
+        tuple[int, int], ...
+    ]  # (positions, microbatches) of every pipeline: of one round, or of the step if there is a budget to split
+    asked: bool = False
     layouts: tuple[ParameterLayout, ...] = ()
+    budget: Budget | None = None
     templates: tuple[Template, ...] = ()
     pipelines: tuple[Pipeline, ...] = ()
 
@@ -49,11 +56,11 @@ def plan(
 ) -> Plan:
     """The plan of a checked spec.
 
-    `pipelines` asks for pipelines of unequal length: one (stages, microbatches) pair each, in place of the replica and pipeline axes of the
-    mesh. `print_after` is called with the name and the result of every pass. Raises PlanError if no plan exists.
+    Where pipelines may differ in length, nodes and microbatches are given to them so that the simulated step is shortest. `pipelines` asks for them
+    by number: one (stages, microbatches) pair each, in place of the replica and pipeline axes of the mesh. `print_after` is called with the name and the result of every pass. Raises PlanError if no plan exists.
     """
     lengths = _asked(pipelines) if pipelines is not None else _rectangular(spec, mesh)
-    draft = _Draft(spec, facts, mesh, lengths)
+    draft = _Draft(spec, facts, mesh, lengths, asked=pipelines is not None)
     for name, step in _STEPS:
         draft = step(draft)
         if print_after is not None:
@@ -89,12 +96,41 @@ def _layouts_pass(draft: _Draft) -> _Draft:
     return evolve(draft, layouts=layouts)
 
 
+def _budget_pass(draft: _Draft) -> _Draft:
+    """The budget of pipelines that may differ in length, and who gets how many nodes and microbatches at first. A fixed mesh gets its budget at the end."""
+    spec, facts, mesh = draft.spec, draft.facts, draft.mesh
+    if draft.asked:
+        return evolve(draft, budget=_asked_budget(draft)) if loses(spec) else draft
+    sizes = sizing_of(spec, mesh)
+    if sizes is None:
+        return draft
+    budget = elastic_budget(spec, facts, draft.layouts, mesh)
+    each = spec.pipeline.microbatches if spec.pipeline is not None else 1
+    total = each * mesh.pipelines * draft.rounds
+    found = instantiate(budget, facts, sizes.nodes, total, at_least=mesh.pipelines, at_most=mesh.pipelines)
+    lengths = tuple((nodes * sizes.islands_per_node, microbatches) for nodes, microbatches in found)
+    return evolve(draft, budget=budget, lengths=lengths)
+
+
+def _asked_budget(draft: _Draft) -> Budget:
+    lengths = [positions for positions, _ in draft.lengths]
+    reason = misfit(draft.spec, draft.mesh, lengths)
+    if reason is not None:
+        raise PlanError(f"fault_budget {{ lose = {loses(draft.spec)} }} needs pipelines that take whole nodes: {reason}")
+    return elastic_budget(draft.spec, draft.facts, draft.layouts, draft.mesh, lengths)
+
+
 # --- templates ------------------------------------------------------------------------------------------------------------------------
 
 
 def _templates_pass(draft: _Draft) -> _Draft:
     unique = dict.fromkeys(draft.lengths)
-    return evolve(draft, templates=tuple(_template(draft, positions, microbatches) for positions, microbatches in unique))
+    if draft.budget is None:
+        return evolve(draft, templates=tuple(_template(draft, positions, microbatches) for positions, microbatches in unique))
+    islands = islands_of_node(draft.spec, draft.mesh) or 1
+    rounds = draft.rounds if draft.asked else 1  # what was asked for is per round, what was split is per step
+    made = (template_of(draft.budget, positions // islands, count * rounds, draft.rounds) for positions, count in unique)
+    return evolve(draft, templates=tuple(made))
 
 
 def _template(draft: _Draft, positions: int, microbatches: int) -> Template:
@@ -174,7 +210,7 @@ def _pipelines_pass(draft: _Draft) -> _Draft:
     islands = _islands(draft)
     made, first = [], 0
     for index, (positions, microbatches) in enumerate(draft.lengths):
-        count = microbatches * draft.rounds
+        count = microbatches * (1 if draft.budget is not None and not draft.asked else draft.rounds)
         made.append(Pipeline(order.index((positions, microbatches)), islands[index], tuple(range(first, first + count))))
         first += count
     return evolve(draft, pipelines=tuple(made))
@@ -182,7 +218,7 @@ def _pipelines_pass(draft: _Draft) -> _Draft:
 
 def _islands(draft: _Draft) -> list[tuple[tuple[int, ...], ...]]:
     mesh = draft.mesh
-    if draft.lengths == _rectangular(draft.spec, mesh):
+    if draft.budget is None and draft.lengths == _rectangular(draft.spec, mesh):
         return [tuple(mesh.islands(p, position) for position in range(mesh.positions)) for p in range(mesh.pipelines)]
     size, first, found = mesh.shard_size * mesh.tensor_size, 0, []
     for positions, _ in draft.lengths:
@@ -194,6 +230,7 @@ def _islands(draft: _Draft) -> list[tuple[tuple[int, ...], ...]]:
 
 _STEPS: tuple[tuple[str, Callable[[_Draft], _Draft]], ...] = (
     ("layouts", _layouts_pass),
+    ("budget", _budget_pass),
     ("templates", _templates_pass),
     ("pipelines", _pipelines_pass),
 )
@@ -217,6 +254,7 @@ def _finish(draft: _Draft) -> Plan:
         job=_job(spec),
         reshard=spec.pipeline is None,
         silence=float(spec.fault_budget.silence) if spec.fault_budget is not None else DEFAULT_SILENCE,
+        budget=draft.budget or (fixed_budget(spec, mesh, draft.templates[0].stages) if loses(spec) else None),
         pending=tuple(f"{path}: {what}" for path, what in pending(spec)),
     )
     _check_batch(made)

@@ -115,7 +115,9 @@ class MeshSpec:
 
 @frozen
 class ClusterSpec:
-    """`memory` in bytes per device, `bandwidth` in bytes/s, `mtbf` in seconds; None where unknown."""
+    """`memory` in bytes per device, `bandwidth` in bytes/s, `mtbf` in seconds; None where unknown. `domain` is a call such as
+    `rack(nodes = 4)`: nodes 0 to 3, 4 to 7 and so on share one.
+    """
 
     nodes: int | None = None
     ranks_per_node: int | None = None
@@ -124,7 +126,7 @@ class ClusterSpec:
     bandwidth: int | None = None
     latency: Fraction | None = None
     mtbf: Fraction | None = None
-    domain: str | None = None
+    domain: CallValue | None = None
 
 
 @frozen

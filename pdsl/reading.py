@@ -66,7 +66,9 @@ def check_rules(spec: Spec, facts: ModelFacts, world: int | None, pipelines: Seq
         mesh = build_mesh(evolve(spec, mesh=evolve(spec.mesh, axes=inside)))
         findings, _ = run_rules(Context(spec, None, facts))
     else:
-        mesh = build_mesh(spec, world)
+        from pdsl.lowering.budgets import memory_least
+
+        mesh = build_mesh(spec, world, memory_least(spec, facts, world))
         findings, _ = run_rules(Context(spec, mesh, facts, world if world is not None else declared_world(spec)))
     if has_errors(findings):
         raise SpecError(tuple(sorted(findings, key=lambda d: d.sort_key)))

@@ -71,10 +71,10 @@ class NotExecutedYet(Rule):
         A run would do without it. `pdsl run` says so too.
 
     Example (bad)
-        fault_budget { lose = 1 }
+        memory { offload = optimizer }
 
     Better
-        fault_budget { lose = 0 }
+        memory { offload = none }
 
     Fix
         None is needed if the run may do without.

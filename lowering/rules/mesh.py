@@ -70,7 +70,7 @@ class ProductOfAxes(Rule):
             yield self.report(message, rests[1].span, "second rest", labels=labels, help=(f"give {rests[1].name} a size",))
         elif context.world is not None and context.mesh is None:
             yield self._product(context, axes, context.world, bool(rests))
-        elif context.mesh is not None and (ranks := math.prod(a.size for a in context.mesh.axes)) > _MOST_RANKS:
+        elif context.mesh is not None and (ranks := context.mesh.world_size) > _MOST_RANKS:
             largest = max(axes, key=_low)
             yield self.report(f"the mesh has {ranks} ranks: at most {_MOST_RANKS} can be planned", largest.span, _size(largest))
 

@@ -296,7 +296,7 @@ def test_the_result_of_a_pass_is_shown(capsys):
     assert out.startswith("after layouts:\n")
     assert "tok_embeddings.weight" in out
     assert main(["plan", "job.pdsl", "--print-after", "layout"]) == 2
-    assert "the planner has no pass 'layout'; it has layouts, templates, pipelines" in capsys.readouterr().err
+    assert "the planner has no pass 'layout'; it has layouts, budget, templates, pipelines" in capsys.readouterr().err
 
 
 def test_findings_of_a_broken_spec_go_to_stderr(folder, capsys):

@@ -1,0 +1,101 @@
+"""What a run of layers takes in the memory of one device, before there is a plan: enough to tell how short a pipeline may be.
+
+It follows `cost`, which needs a plan: shards of parameters, gradients and optimizer state, what the step gathers, and for every microbatch that the
+schedule holds at once its activations and what crossed the boundary. Where they differ this one is larger (the widest boundary of the model, the first
+and largest shard), so a size that fits here fits there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from math import prod
+
+from attrs import frozen
+
+from pdsl.lowering.facts import ModelFacts, ParameterFacts
+from pdsl.lowering.plan import ParameterLayout
+from pdsl.lowering.schedules import SCHEDULES
+from pdsl.lowering.templates import Fits
+
+__all__ = ["StageMemory", "fits_in"]
+
+_ITEM = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+_FP32 = 4
+
+
+@frozen
+class StageMemory:
+    """Bytes of layers on one rank: `state` and `passing` are sums before each layer, the first of what stays, the second per microbatch. `again` are
+    (layer, later layer, bytes) of tied parameters, which a stage with both holds once. `boundary` is per microbatch.
+    """
+
+    state: tuple[int, ...]
+    passing: tuple[int, ...]
+    again: tuple[tuple[int, int, int], ...]
+    boundary: int
+
+    @classmethod
+    def of(
+        cls, facts: ModelFacts, layouts: Sequence[ParameterLayout], *, shard: int, tensor: int, rows: int, states: int, gathers: bool = True
+    ) -> StageMemory:
+        """For `rows` samples of a microbatch on a rank and an optimizer with `states` numbers for each element. `gathers`: the step holds sharded
+        parameters and their gradients whole, as in pipelines.
+        """
+        per_layer = [0] * len(facts.layers)
+        again = []
+        for p, layout in zip(facts.parameters, layouts, strict=True):
+            size = _parameter_bytes(p, layout, shard, tensor, states, gathers)
+            for layer in p.layers:
+                per_layer[layer] += size
+            again += [(a, b, size) for a, b in pairwise(p.layers)]
+        passing = [layer.activation_bytes * rows for layer in facts.layers]
+        widest = max((sum(prod(t.shape(rows)) * _ITEM.get(t.dtype, _FP32) for t in layer.inputs) for layer in facts.layers), default=0)
+        return cls(tuple(accumulate(per_layer, initial=0)), tuple(accumulate(passing, initial=0)), tuple(again), widest)
+
+    def bytes(self, start: int, stop: int, held: int) -> int:
+        """Bytes of layers [start, stop) with `held` microbatches between their forward and their backward."""
+        twice = sum(size for a, b, size in self.again if start <= a and b < stop)
+        return (
+            self.state[stop] - self.state[start] - twice + held * (self.passing[stop] - self.passing[start] + self.boundary) + self.boundary
+        )
+
+
+def _parameter_bytes(p: ParameterFacts, layout: ParameterLayout, shard: int, tensor: int, states: int, gathers: bool) -> int:
+    item = _ITEM.get(p.dtype, _FP32)
+    shape = list(p.shape)
+    if layout.tensor_dim is not None:
+        shape[layout.tensor_dim] = -(-shape[layout.tensor_dim] // tensor)
+    whole = prod(shape)
+    if layout.sharded:
+        shape[0] = -(-shape[0] // shard)
+    own = prod(shape)
+    trained = 1 if p.trainable else 0
+    gathered = whole * item * (1 + trained) if layout.sharded and gathers else 0
+    return own * item * (1 + trained) + trained * states * own * _FP32 + gathered
+
+
+def fits_in(memory: StageMemory, limit: int, schedule: str, virtual: int, microbatches: int) -> Fits:
+    """Whether layers fit as a stage, for `cuts_for_sizes`. A position shares the limit among its `virtual` stages; `microbatches` of a round at most."""
+    held = _held(schedule, virtual, microbatches)
+
+    def fits(stage: int, stages: int, start: int, stop: int) -> bool:
+        return memory.bytes(start, stop, held(stage, stages)) * virtual <= limit
+
+    return fits
+
+
+def _held(schedule: str, virtual: int, microbatches: int) -> Callable[[int, int], int]:
+    """(stage, stages) -> the most microbatches that a stage holds at once."""
+
+    @cache
+    def held(stage: int, stages: int) -> int:
+        if stages == 1:
+            return 1
+        if schedule == "one_f_one_b":
+            return min(microbatches, stages - stage)
+        positions = stages // virtual
+        return -(-SCHEDULES[schedule].held(positions, microbatches, virtual) // virtual)
+
+    return held

@@ -29,7 +29,7 @@ from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.faults import follows_another
 
-__all__ = ["Membership", "join", "launch", "membership", "one_voice", "outcome_of"]
+__all__ = ["Membership", "join", "launch", "make_folder", "membership", "one_voice", "outcome_of", "reason_of"]
 
 _PEER_GONE = (
     "Connection closed by peer",
@@ -86,7 +86,7 @@ def one_voice(store: Any, rank: int) -> Iterator[None]:
         first = store.compare_set("failure", "", str(rank)).decode() if not outcome["follows"] else _first_failure(store)
         if first != str(rank):
             raise PeerError(f"rank {first or '?'} failed, and this rank with it") from None
-        raise RankError(rank, _reason(outcome), outcome["traceback"]) from error
+        raise RankError(rank, reason_of(outcome), outcome["traceback"]) from error
 
 
 def _first_failure(store: Any) -> str:
@@ -132,7 +132,7 @@ def launch(
     cores = len(os.sched_getaffinity(0))
     threads = threads or max(1, cores // plan.world_size)
     if log_directory is not None:
-        _make_folder(log_directory)
+        make_folder(log_directory)
     with tempfile.TemporaryDirectory(prefix="pdsl-") as directory:
         job = {
             "plan": plan.to_json(),
@@ -159,7 +159,8 @@ def launch(
             _close(agent)
 
 
-def _make_folder(path: str) -> None:
+def make_folder(path: str) -> None:
+    """Make a folder for logs. Raises RunError if that cannot be."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -221,7 +222,7 @@ def _root_cause(events: _Events, failed: dict[int, int], directory: Path) -> Ran
             if outcome is None:
                 return RankError(rank, f"its process ended with status {status} and said nothing")
             if not outcome["follows"]:
-                return RankError(rank, _reason(outcome), outcome["traceback"])
+                return RankError(rank, reason_of(outcome), outcome["traceback"])
         event = events.next(timeout=max(0.0, deadline - time.monotonic()))
         if event is None:
             break
@@ -229,7 +230,7 @@ def _root_cause(events: _Events, failed: dict[int, int], directory: Path) -> Ran
             failed[event["rank"]] = event["status"]
     rank = next(iter(failed))
     outcome = _outcome(directory, rank)
-    return RankError(rank, _reason(outcome) if outcome else "it lost its peers", outcome["traceback"] if outcome else "")
+    return RankError(rank, reason_of(outcome) if outcome else "it lost its peers", outcome["traceback"] if outcome else "")
 
 
 def _outcome(directory: Path, rank: int) -> dict[str, Any] | None:
@@ -240,9 +241,10 @@ def _outcome(directory: Path, rank: int) -> dict[str, Any] | None:
     return found
 
 
-def _reason(outcome: Mapping[str, Any]) -> str:
+def reason_of(outcome: Mapping[str, Any]) -> str:
+    """An outcome in one line; the type of an error is told where it is not one of PDSL."""
     message = outcome["message"].splitlines()[0]
-    ours = outcome["type"] in ("RunError", "ModelError", "PlanError", "NotExecuted", "RankError")
+    ours = outcome["type"] in ("RunError", "PeerFault", "ModelError", "PlanError", "NotExecuted", "RankError")
     return message if ours else f"{outcome['type']}: {message}"
 
 

@@ -25,4 +25,11 @@ Spec and facts to programs
     units                            what FSDP2 gathers together, and how often
     program, programs, boxes         one rank's list of actions
     cost, serial                     what it costs; JSON
+
+under failures, on paper
+    traces                           when nodes come and go: read or drawn, and how they strain a budget
+    goodput                          a run under a trace: what counts, and where the time goes
+    workload                         a plan as what is simulated: steps and pipelines by number of nodes
+    strategies, rivals               PDSL's answers to a loss; models of Oobleck, Varuna and Bamboo
+    published                        the constants of Oobleck's article, and a replay of its simulation
 """

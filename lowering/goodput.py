@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from attrs import evolve, field, frozen
@@ -140,6 +141,11 @@ class Goodput:
 
     def seconds_of(self, cause: str) -> float:
         return dict(self.causes)[cause]
+
+    @property
+    def rates(self) -> tuple[tuple[float, float, float], ...]:
+        """(from, to, samples a second) between the points of the curve, in seconds of the trace; 0 where more was undone than done."""
+        return tuple((a, b, max(0.0, (y - x) / (b - a))) for (a, x), (b, y) in pairwise(self.curve))
 
 
 def young(write: float, seconds: float, falls: int) -> float:

@@ -52,6 +52,23 @@ def _positive(text: str) -> int:
     return number
 
 
+def _above_zero(text: str) -> float:
+    number = _not_below_zero(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+    return number
+
+
+def _not_below_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least zero")
+    return number
+
+
 def _tolerance(text: str) -> float:
     try:
         number = float(text)
@@ -105,12 +122,50 @@ def arguments() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argument
     )
     _spec_options(verify)
 
+    _simulate_options(
+        commands.add_parser(
+            "simulate",
+            help="goodput under failures, by recovery strategy",
+            description="How much of the time a plan trains while nodes are lost, by recovery strategy. Starts nothing.",
+        )
+    )
+
     explain = commands.add_parser("explain", help="why a rule exists", description="Why a rule exists, with a bad and a good example.")
     explain.add_argument("code", nargs="?", metavar="CODE", help="such as PDL402; without one all codes are listed")
 
     init = commands.add_parser("init", help="write a starter spec", description="Write a commented starter spec.")
     init.add_argument("name", nargs="?", default="train.pdsl", metavar="NAME", help="the file to write (default: train.pdsl)")
     return parser, commands.choices
+
+
+def _simulate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a .pdsl file, or a plan that was written with -o")
+    parser.add_argument(
+        "--failures",
+        metavar="TRACE",
+        required=True,
+        help="a file with lines of ms,add|remove,node; or rate:R, losses a node and day; or every:S, one loss in S seconds",
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="what goes to standard output (default: text)")
+    parser.add_argument("--svg", metavar="FILE", help="write nodes alive and goodput over time as a picture")
+    parser.add_argument("--strategy", metavar="NAME", action="append", default=[], help="one of the strategies alone; may be repeated")
+    drawn = parser.add_argument_group("drawn traces (rate:R and every:S)")
+    drawn.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same losses (default: 0)")
+    drawn.add_argument("--days", type=_above_zero, default=30.0, metavar="D", help="length of the trace (default: 30)")
+    drawn.add_argument("--nodes", type=_positive, metavar="N", help="nodes at the start (default: those of the plan)")
+    drawn.add_argument("--rack-rate", type=_not_below_zero, default=0.0, metavar="R", help="events a node and day that take neighbours too")
+    drawn.add_argument(
+        "--rack-size", type=_above_zero, default=4.0, metavar="K", help="nodes that such an event takes on average (default: 4)"
+    )
+    drawn.add_argument("--repair-hours", type=_not_below_zero, metavar="H", help="lost nodes come back after H hours (default: never)")
+    times = parser.add_argument_group("times, in seconds (what is not given is assumed, and told)")
+    times.add_argument("--step-seconds", type=_above_zero, metavar="S", help="a step of the plan as it stands, measured")
+    times.add_argument("--flops-per-rank", type=_above_zero, metavar="F", help="FLOP/s of a rank, where no step was measured")
+    times.add_argument("--recovery-seconds", type=_not_below_zero, metavar="S", help="from a loss until PDSL trains on, measured")
+    times.add_argument("--restart-seconds", type=_not_below_zero, metavar="S", help="from a loss until a restarted job trains")
+    times.add_argument("--checkpoint-seconds", type=_not_below_zero, metavar="S", help="standing still while a checkpoint is written")
+    times.add_argument("--checkpoint-every", type=_positive, metavar="N", help="steps from one checkpoint to the next")
+    _spec_options(parser)
 
 
 def _spec_options(parser: argparse.ArgumentParser) -> None:

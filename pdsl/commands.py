@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdsl.lowering.spec import Spec
     from pdsl.render.terminal import Terminal
 
-__all__ = ["check", "explain", "init", "plan", "run", "verify"]
+__all__ = ["check", "explain", "init", "plan", "run", "simulate", "verify"]
 
 
 # --- check ----------------------------------------------------------------------------------------------------------------------------------
@@ -214,6 +214,28 @@ def verify(options: argparse.Namespace) -> int:
     report = api.verify(made, steps=options.steps, tolerance=options.tolerance)
     sys.stdout.write(render_verify(report, _terminal(), facts=made.facts))
     return CLEAN if report.ok else FINDINGS
+
+
+# --- simulate -------------------------------------------------------------------------------------------------------------------------------
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """`pdsl simulate FILE --failures TRACE`."""
+    from pdsl.lowering.traces import TraceError
+    from pdsl.render.goodput import goodput_svg, render_simulation, render_simulation_json
+    from pdsl.simulation import SimulationError, options_of
+    from pdsl.simulation import simulate as simulate_plan
+
+    try:
+        asked = options_of(options)
+        made, spec = _plan_of(options)
+        found = simulate_plan(made, spec, asked)
+    except (SimulationError, TraceError) as error:
+        raise Invocation(str(error)) from None
+    if options.svg is not None:
+        _write(options.svg, goodput_svg(found))
+    sys.stdout.write(render_simulation_json(found) if options.format == "json" else render_simulation(found, _terminal()))
+    return CLEAN
 
 
 # --- explain and init -----------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ reports       findings for machines: json, github, sarif, junit
 plan          a plan on one screen
 schedule      a schedule drawn with characters
 svg           a schedule drawn as SVG
+goodput       a simulation under failures: text, JSON, SVG
 origins       every value of a spec and where it came from
 terminal      what a stream can show; tables, bars, numbers with units
 """

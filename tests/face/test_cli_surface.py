@@ -16,6 +16,12 @@ SURFACE = {
     "plan": (["file"], {"-o", "--output", "--format", "--svg", "--origins", "--print-after", *SPEC}),
     "run": (["file"], {"--steps", "--metrics", "--log-dir", "--port", *SPEC}),
     "verify": (["file"], {"--steps", "--tolerance", *SPEC}),
+    "simulate": (
+        ["file"],
+        {"--failures", "--format", "--svg", "--strategy", "--seed", "--days", "--nodes", "--rack-rate", "--rack-size", "--repair-hours"}
+        | {"--step-seconds", "--flops-per-rank", "--recovery-seconds", "--restart-seconds", "--checkpoint-seconds", "--checkpoint-every"}
+        | SPEC,
+    ),
     "explain": (["code"], set()),
     "init": (["name"], set()),
 }
@@ -58,7 +64,7 @@ def test_every_option_has_a_line_of_help(command):
     ("argv", "told"),
     [
         (["chek", "x.pdsl"], "there is no command 'chek'; did you mean check?"),
-        (["simulate", "x.pdsl"], "there is no command 'simulate'; there are check, plan, run, verify, explain, init"),
+        (["train", "x.pdsl"], "there is no command 'train'; there are check, plan, run, verify, simulate, explain, init"),
         (["check", "--no-modle", "x.pdsl"], "unknown option --no-modle; did you mean --no-model?"),
         (["check", "--form", "json", "x.pdsl"], "unknown option --form; did you mean --format?"),
         (["check", "--format", "jsn", "x.pdsl"], "invalid choice: 'jsn'"),

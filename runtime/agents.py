@@ -19,9 +19,11 @@ from typing import Any
 
 from attrs import Factory, define, frozen
 
-from pdsl.runtime import membership as m
+from pdsl.runtime import happenings as m
+from pdsl.runtime.membership import Membership
 from pdsl.runtime.ranks import RankProcess, in_words_of_status
 from pdsl.runtime.stores import open_store
+from pdsl.runtime.view import BEATS
 from pdsl.runtime.wire import Channel, Message
 
 __all__ = ["Agent", "Identity", "Roster"]
@@ -93,10 +95,10 @@ class Agent:
         self._peers: dict[int, _Peer] = {}
         self._strangers: set[Channel] = set()
         self._stores: dict[int, Any] = {}
-        self._machine: m.Membership | None = None
+        self._machine: Membership | None = None
         self._early: list[m.Event] = []
         self._end: m.End | None = None
-        self._tick = identity.silence / m.BEATS
+        self._tick = identity.silence / BEATS
         self._ticked = 0.0
         self._awake, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -187,7 +189,7 @@ class Agent:
 
     def _begin(self, roster: Roster) -> None:
         me = self.identity
-        self._machine = m.Membership(
+        self._machine = Membership(
             node=me.node,
             ranks=frozenset(me.ranks),
             members=frozenset(roster.members),

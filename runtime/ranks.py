@@ -20,7 +20,7 @@ from attrs import frozen
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.link import Link
-from pdsl.runtime.membership import BEATS
+from pdsl.runtime.view import BEATS
 from pdsl.runtime.wire import Channel
 
 __all__ = ["TASKS", "RankProcess", "Work", "die_with_parent", "fork_rank", "in_words_of_status", "task_of"]

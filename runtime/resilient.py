@@ -453,6 +453,7 @@ class Cluster:
                     return
                 self._generation = event["generation"]
                 self._members = tuple(event["nodes"])
+                self._lost |= set(event["lost"])
                 self._event(event)
             case "over":
                 if not self._outcome.over:

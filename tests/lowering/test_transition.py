@@ -29,7 +29,8 @@ from pdsl.lowering.holdings import (
 )
 from pdsl.lowering.plan import Pipeline
 from pdsl.lowering.roles import assign_roles, role_weights
-from pdsl.lowering.transition import Limits, Message, Move, StateLost, check_transition, transition
+from pdsl.lowering.transition import Limits, Message, Move, StateLost, transition
+from pdsl.lowering.transition_check import check_transition
 from tests.moving import apply, index_tensors, local, part, placed
 from tests.plans import facts, heterogeneous, rectangular
 
@@ -62,7 +63,24 @@ def move_all(rows, needs, tensors, **kwargs):
     for (_, tensor), parts in after.items():
         for box, values in parts:
             assert torch.equal(values, part(wholes[tensor], box))
+    assert_covers(found, rows, needs, wholes)
     return found, after
+
+
+def assert_covers(found, rows, needs, wholes):
+    """What is to be compared is the same elements before, where they were, as after, and is all that moved."""
+    seen = {"before": {}, "after": {}}
+    holds = {(h.owner, h.tensor, b) for h in rows if h.version == found.version for b in [h.box]}
+    for side, cover in (("before", found.cover_before), ("after", found.cover_after)):
+        for n in cover:
+            values = part(wholes[n.tensor], n.box).reshape(-1).tolist()
+            assert seen[side].setdefault(n.tensor, set()).isdisjoint(values)
+            seen[side][n.tensor].update(values)
+    assert seen["before"] == seen["after"]
+    assert all(any(o == n.owner and t == n.tensor and inside(n.box, b) for o, t, b in holds) for n in found.cover_before)
+    assert all(any(m.owner == n.owner and m.tensor == n.tensor and inside(n.box, m.box) for m in needs) for n in found.cover_after)
+    for m in found.moves:
+        assert seen["after"][m.tensor].issuperset(part(wholes[m.tensor], m.box).reshape(-1).tolist())
 
 
 # --- boxes and cells ----------------------------------------------------------------------------------------------------------------------
@@ -200,7 +218,8 @@ def test_a_plan_that_stays_moves_nothing(name):
     plan = PLANS[name]
     found = transition(plan_holdings(plan, 7, ADAM), demand(plan, ADAM), state_tensors(plan, ADAM), node_of=plan.node)
     assert (found.bytes_moved, found.bytes_read, found.rounds, found.reads, found.dropped) == (0, 0, (), (), ())
-    assert len(found.kept) >= len(demand(plan, ADAM))
+    assert found.kept_whole == {(n.owner, n.tensor, n.box) for n in demand(plan, ADAM)}
+    assert (found.cover_before, found.cover_after) == ((), ())
 
 
 def test_rows_of_a_plan_are_its_boxes_and_lost_islands_have_none():
@@ -280,6 +299,16 @@ def test_what_is_lost_is_named_with_those_who_had_it_and_a_storage_makes_up_for_
     found, _ = move_all((*left, *stored), [evolve(n, owner=0 if n.owner == 3 else n.owner) for n in needs], tensors)
     assert {(m.source, m.target) for m in found.reads} == {(STORAGE, 0)}
     assert found.bytes_read == sum(volume(h.box) * 4 for h in stored if h.box)  # rank 2 has the steps
+
+
+def test_what_is_kept_whole_is_one_row_and_what_lies_in_another_box_is_compared():
+    tensors = [LogicalTensor("weight/w", (8,), 4, "w")]
+    rows = [Holding(0, "weight/w", ((0, 8),), 0), Holding(1, "weight/w", ((0, 4),), 0)]
+    needs = [Need(0, "weight/w", ((0, 8),)), Need(1, "weight/w", ((2, 6),))]
+    found, _ = move_all(rows, needs, tensors)
+    assert found.kept_whole == {(0, "weight/w", ((0, 8),)), (1, "weight/w", ((2, 4),))}
+    assert found.cover_after == (Need(1, "weight/w", ((2, 4),)), Need(1, "weight/w", ((4, 6),)))
+    assert found.cover_before == (Need(1, "weight/w", ((2, 4),)), Need(0, "weight/w", ((4, 6),)))
 
 
 def test_live_ranks_are_asked_before_storages():

@@ -65,7 +65,7 @@ def misfit(spec: Spec, mesh: Mesh, positions: Iterable[int] | None = None) -> st
         return f"a node of {per_node} ranks is no whole number of islands of {island} (shard {mesh.shard_size} x tensor {mesh.tensor_size})"
     for length in (mesh.positions,) if positions is None else positions:
         if length % islands:
-            return f"a node has {islands} islands, and a pipeline of {length} positions takes no whole nodes"
+            return f"a node has {islands} islands, and a pipeline of {length} position{'s' if length > 1 else ''} takes no whole nodes"
     if positions is not None or mesh.sizing is not None:
         return None
     owner: dict[int, int] = {}

@@ -82,11 +82,12 @@ def island_shards(spec: Spec, roles: dict[str, str]) -> int:
 
 
 def _dividing(spec: Spec, counts: range, shards: int) -> int:
-    """The most pipelines with whole microbatches; if no count has them the most of all, and the rule on the batch tells of it."""
+    """The most pipelines with whole microbatches, and one more than may be lost; if no count is so the most of all, and the rules tell of it."""
     if spec.train is None or spec.pipeline is None:
         return counts[-1]
     each = spec.pipeline.microbatches * spec.train.accumulate * shards
-    return next((r for r in reversed(counts) if spec.train.batch % (r * each) == 0), counts[-1])
+    fewest = spec.fault_budget.lose + 1 if spec.fault_budget is not None else 1
+    return next((r for r in reversed(counts) if r >= fewest and spec.train.batch % (r * each) == 0), counts[-1])
 
 
 def _replicas(spec: Spec, roles: dict[str, str]) -> tuple[int, int | None] | None:

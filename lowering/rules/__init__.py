@@ -7,6 +7,7 @@ shard      PDL3: patterns and layouts against the parameters of the model
 tensor     PDL3: layouts over tensor axes against their shapes
 pipeline   PDL4: schedule and batch
 stages     PDL4: stages against the layers of the model
+budget     PDL5: what a loss within the fault budget leaves
 training   PDL8: the objective against the model
 general    PDL9: the check itself, and what is not executed yet
 """
@@ -14,12 +15,12 @@ general    PDL9: the check itself, and what is not executed yet
 from __future__ import annotations
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.lowering.rules import general, language, mesh, pipeline, shard, stages, tensor, training
+from pdsl.lowering.rules import budget, general, language, mesh, pipeline, shard, stages, tensor, training
 from pdsl.lowering.rules.base import Context, Rule
 
 __all__ = ["RULES", "explain", "rule", "run_rules"]
 
-_MODULES = (language, mesh, shard, tensor, pipeline, stages, training, general)
+_MODULES = (language, mesh, shard, tensor, pipeline, stages, budget, training, general)
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(

@@ -1,0 +1,453 @@
+"""Rules on the fault budget: PDL5. What they find is the part of its promise that a spec cannot keep, with a loss that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from pdsl.grammar.diagnostics import Diagnostic, Label, Severity
+from pdsl.grammar.errors import PlanError
+from pdsl.lowering.elastic import positions_range, sizing
+from pdsl.lowering.mesh import PIPELINE, REPLICA, Mesh, axis_roles
+from pdsl.lowering.promise import Outline, Remedy, in_words
+from pdsl.lowering.rules.base import Context, Rule, listed, plural
+from pdsl.lowering.spec import SizeRange
+
+if TYPE_CHECKING:
+    from pdsl.lowering.proof import Gap, Proof
+
+__all__ = ["CopiesTooFew", "DomainHoldsAll", "DomainUnknown", "MemoryAfterLoss", "NoMajority", "NodesIdle", "PipelinesShareNodes"]
+
+_LOSE = "fault_budget.lose"
+
+
+# --- what the rules share ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _lose(context: Context) -> int:
+    return context.spec.fault_budget.lose if context.spec.fault_budget is not None else 0
+
+
+def _misfit(context: Context, mesh: Mesh) -> str | None:
+    from pdsl.lowering.budgets import misfit  # slow to import, and only for specs with a budget
+
+    return misfit(context.spec, mesh)
+
+
+def _outline(context: Context) -> Outline | None:
+    """The counts of a spec that wants to survive losses and whose pipelines take whole nodes; sizes that the layers or the memory forbid are left out
+    if the model is known.
+    """
+    spec, mesh = context.spec, context.mesh
+    if mesh is None or not _lose(context):
+        return None
+    from pdsl.lowering.budgets import domain_nodes, elastic_budget, islands_of_node  # slow to import, and only for specs with a budget
+    from pdsl.lowering.layouts import parameter_layouts
+
+    if _misfit(context, mesh) is not None:
+        return None
+    islands = islands_of_node(spec, mesh) or 1
+    each = spec.pipeline.microbatches if spec.pipeline is not None else 1
+    total = each * mesh.pipelines * (spec.train.accumulate if spec.train is not None else 1)
+    nodes = mesh.world_size // (islands * mesh.shard_size * mesh.tensor_size)
+    sizes = mesh.sizing or sizing(spec, axis_roles(spec), mesh.world_size)
+    if sizes is None:
+        return Outline(nodes, mesh.positions // islands, 1, _lose(context), total, domain_nodes(spec))
+    least, count = sizes.least, sizes.most - sizes.least + 1
+    if context.facts is not None:
+        layouts = parameter_layouts(context.facts, spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size)
+        try:
+            budget = elastic_budget(spec, context.facts, layouts, mesh)
+        except PlanError:
+            return None  # the rules on memory and stages tell of it
+        least, count = budget.least, len(budget.cuts)
+    return Outline(nodes, least, count, _lose(context), total, domain_nodes(spec))
+
+
+def _proof(context: Context) -> Proof | None:
+    """The proof of the plan that the spec has, if it has one."""
+    from pdsl.lowering.planner import plan
+    from pdsl.lowering.proof import prove
+
+    if context.facts is None or context.mesh is None or context.spec.model is None or context.spec.train is None:
+        return None
+    try:
+        return prove(plan(context.spec, context.facts, context.mesh), context.spec.cluster.memory)
+    except PlanError:
+        return None
+
+
+def _gap(context: Context, kind: str) -> Gap | None:
+    proof = _proof(context)
+    return next((g for g in proof.gaps if g.kind == kind), None) if proof is not None else None
+
+
+def _would_do(context: Context, outline: Outline) -> tuple[str, ...]:
+    """The changes in the words of the language; of lengths only those that layers and memory allow, as far as they are known."""
+    roles = axis_roles(context.spec)
+    axis = next((a for a in context.spec.mesh.axes if roles.get(a.name) == PIPELINE), None)
+    low, _ = positions_range(context.spec, roles)
+    islands = _islands(context)
+    told = []
+    for remedy in outline.remedies():
+        if remedy.what == "lose":
+            told.append(f"lose = {remedy.value} holds")
+        elif remedy.what == "nodes":
+            told.append(f"{remedy.value} nodes would do")
+        elif axis is not None and _allowed(context, remedy, islands):
+            first = remedy.value * islands if remedy.what == "low" else low
+            last = outline.largest * islands if remedy.what == "low" else remedy.value * islands
+            told.append(f"{axis.name} = {first} to {last} would do")
+    return (f"{'; '.join(told)}",) if told else ()
+
+
+def _islands(context: Context) -> int:
+    from pdsl.lowering.budgets import islands_of_node
+
+    return (islands_of_node(context.spec, context.mesh) if context.mesh is not None else None) or 1
+
+
+def _allowed(context: Context, remedy: Remedy, islands: int) -> bool:
+    """Whether pipelines of another length are possible at all: longer ones need layers to cut, shorter ones memory."""
+    if remedy.what == "low":
+        return context.spec.cluster.memory is None
+    if context.facts is None:
+        return True
+    parts = sum(1 for i, layer in enumerate(context.facts.layers) if i == 0 or not layer.cut_before)
+    return remedy.value * islands * (context.spec.pipeline.virtual if context.spec.pipeline is not None else 1) <= parts
+
+
+def _more_pipelines(context: Context, wanted: int) -> tuple[str, ...]:
+    axis = next((a.name for a in context.mesh.axes if a.role == REPLICA), None) if context.mesh is not None else None
+    return (f"{axis} = rest or at least {wanted} would do" if axis is not None else "an axis that replicates would do: axis dp = rest",)
+
+
+def _labels(context: Context, outline: Outline) -> tuple[Label, ...]:
+    roles = axis_roles(context.spec)
+    found = list(context.label("cluster.nodes", plural(outline.nodes, "node")))
+    for axis in context.spec.mesh.axes:
+        if roles.get(axis.name) == PIPELINE:
+            size = f"{axis.size.low} to {axis.size.high}" if isinstance(axis.size, SizeRange) else str(context.positions)
+            found += context.label(f"mesh.{axis.name}", f"pipelines of {size} positions")
+    return tuple(found)
+
+
+def _named(nodes: tuple[int, ...]) -> str:
+    return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {listed(nodes if len(nodes) <= 8 else (*nodes[:7], '...'))}"
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------------------------------------
+
+
+class CopiesTooFew(Rule):
+    """What it does
+        Checks that there are more pipelines than nodes may be lost: each has one copy of every layer, however many ranks share it in shards.
+
+    Why it is bad
+        A loss that takes a node from every pipeline takes the last copy of some layer along. The run would have to go back to a checkpoint, which
+        is what the budget promises not to happen.
+
+    Example (bad)
+        cluster { nodes = 3; ranks_per_node = 2 }
+        mesh { axis dp = rest; axis pp = 2 to 3; axis fsdp = 2 }
+        fault_budget { lose = 1 }      # one pipeline only
+
+    Better
+        cluster { nodes = 4; ranks_per_node = 2 }
+        mesh { axis dp = rest; axis pp = 2 to 3; axis fsdp = 2 }
+        fault_budget { lose = 1 }
+
+    Fix
+        Take more nodes, shorter pipelines or a smaller budget; the message names what would do.
+    """
+
+    code = "PDL501"
+    name = "copies-too-few"
+    needs = frozenset({"mesh", "cluster", "shard", "pipeline", "fault_budget", "train"})
+    needs_mesh = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        outline, mesh = _outline(context), context.mesh
+        if outline is None or mesh is None:
+            return
+        wanted = outline.lose + 1
+        if outline.survives and mesh.pipelines >= wanted:
+            return
+        message = f"lose = {outline.lose} needs {outline.needed} nodes, {wanted} pipelines of at least {outline.least}, and there are {outline.nodes}"
+        if outline.microbatches < wanted:
+            has = plural(outline.microbatches, "microbatch").replace("hs", "hes")
+            message = f"lose = {outline.lose} needs {wanted} pipelines with a microbatch each, and a step has {has}"
+        elif outline.nodes >= outline.needed:
+            message = f"lose = {outline.lose} needs {wanted} pipelines, and the mesh has {mesh.pipelines}"
+        gap = _gap(context, "state")
+        notes = (f"losing {_named(gap.nodes)} leaves no copy of {gap.layer}",) if gap is not None else ()
+        yield self.report(
+            message,
+            context.place(_LOSE, "fault_budget"),
+            f"{outline.lose}{context.by(_LOSE)}",
+            labels=_labels(context, outline),
+            help=_more_pipelines(context, wanted) if outline.survives else _would_do(context, outline),
+            notes=notes,
+        )
+
+
+class NodesIdle(Rule):
+    """What it does
+        Checks for every count of nodes that a loss within the budget may leave that pipelines of the given lengths add up to it.
+
+    Why it is bad
+        Nodes that are left over wait and do nothing until others are lost as well, or too few are left for any pipeline. The budget promises to use
+        every surviving node.
+
+    Example (bad)
+        mesh { axis dp = rest; axis pp = 2; axis fsdp = 2 }             # 6 nodes are three pipelines, 5 are two and one that idles
+        fault_budget { lose = 1 }
+
+    Better
+        mesh { axis dp = rest; axis pp = 2 to 3; axis fsdp = 2 }        # 5 = 2 + 3
+        fault_budget { lose = 1 }
+
+    Fix
+        Widen the range of the pipeline axis as the message says.
+    """
+
+    code = "PDL502"
+    name = "nodes-idle"
+    needs = frozenset({"mesh", "cluster", "shard", "pipeline", "fault_budget", "train"})
+    needs_mesh = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        outline = _outline(context)
+        if outline is None or not outline.survives or outline.idle is None:
+            return
+        left, used = outline.idle
+        lost = outline.nodes - left
+        sizes = f"{outline.least}" if outline.count == 1 else f"{outline.least} to {outline.largest}"
+        leaves = f"losing {plural(lost, 'node')} of {outline.nodes} leaves {left}"
+        message = f"{leaves}, and pipelines of {sizes} nodes can use {used} of them: {left - used} would idle"
+        if not used:
+            message = f"{leaves}, and a pipeline needs {outline.least}"
+        yield self.report(
+            message,
+            context.place(_LOSE, "fault_budget"),
+            f"{outline.lose}{context.by(_LOSE)}",
+            labels=_labels(context, outline),
+            help=_would_do(context, outline),
+        )
+
+
+class PipelinesShareNodes(Rule):
+    """What it does
+        Checks that every pipeline takes whole nodes, and that the ranks that share one stage are on one node.
+
+    Why it is bad
+        The ranks of a node die together. If they belong to several pipelines, or are a part of an island, one loss breaks more than one copy, and
+        the copies that were counted on are not there.
+
+    Example (bad)
+        cluster { nodes = 4; ranks_per_node = 2 }
+        mesh { axis dp = rest; axis pp = 2; axis fsdp = 4 }             # an island of 4 ranks lies on two nodes
+        fault_budget { lose = 1 }
+
+    Better
+        cluster { nodes = 4; ranks_per_node = 4 }
+        mesh { axis dp = rest; axis pp = 1 to 2; axis fsdp = 4 }
+        fault_budget { lose = 1 }
+
+    Fix
+        Let the shard and tensor axes divide the ranks of a node, and the positions of a pipeline be a multiple of the islands of a node. Write
+        shard and tensor axes after the others.
+    """
+
+    code = "PDL503"
+    name = "pipelines-share-nodes"
+    needs = frozenset({"mesh", "cluster", "shard", "pipeline", "fault_budget"})
+    needs_mesh = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        mesh = context.mesh
+        if mesh is None or not _lose(context):
+            return
+        reason = _misfit(context, mesh)
+        if reason is None:
+            return
+        island = mesh.shard_size * mesh.tensor_size
+        per_node = context.spec.cluster.ranks_per_node or island
+        if per_node % island:
+            help_ = f"shard and tensor axes whose product divides {per_node} would do, or ranks_per_node = {island}"
+        elif mesh.positions % (per_node // island):
+            fits = per_node // island
+            axis = next((a.name for a in mesh.axes if a.role == PIPELINE), None)
+            longer = f"{axis} = {fits}" if axis is not None else f"a pipeline over {fits} positions"
+            help_ = f"ranks_per_node = {island * mesh.positions}, {longer} or a larger shard axis would do"
+        else:
+            help_ = "write the replica axis first, then the pipeline axis, then the shard and tensor axes"
+        yield self.report(
+            f"lose = {_lose(context)} needs pipelines that take whole nodes: {reason}",
+            context.place(_LOSE, "fault_budget"),
+            f"{_lose(context)}{context.by(_LOSE)}",
+            labels=context.label("cluster.ranks_per_node", plural(per_node, "rank")),
+            help=(help_,),
+        )
+
+
+class MemoryAfterLoss(Rule):
+    """What it does
+        Checks that what each rank holds fits into its device, now and in every plan that a loss within the budget may lead to.
+
+    Why it is bad
+        After a loss pipelines may be shorter, so that each rank holds more layers, or fewer, so that each runs more microbatches. A run that recovers
+        into a lack of memory has not recovered.
+
+    Example (bad)
+        cluster { nodes = 4; ranks_per_node = 1; memory = 1MiB }
+        fault_budget { lose = 1 }
+
+    Better
+        cluster { nodes = 4; ranks_per_node = 1; memory = 1GiB }
+        fault_budget { lose = 1 }
+
+    Fix
+        Take longer pipelines, more shards, or smaller microbatches.
+    """
+
+    code = "PDL504"
+    name = "memory-after-loss"
+    needs = frozenset({"mesh", "cluster", "shard", "pipeline", "fault_budget", "train", "model"})
+    needs_mesh = True
+    needs_facts = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        memory = context.spec.cluster.memory
+        if memory is None or context.mesh is None or not _lose(context) or _misfit(context, context.mesh) is not None:
+            return
+        outline = _outline(context)
+        gap = _gap(context, "memory") if outline is not None else None
+        if outline is not None and gap is None:
+            return
+        why = gap.why if gap is not None else f"no pipeline of these lengths fits in the {in_words(memory)} of a device"
+        yield self.report(
+            f"after a loss within the budget {why}" if gap is not None and gap.nodes else why,
+            context.place("cluster.memory", _LOSE, "fault_budget"),
+            f"{in_words(memory)}{context.by('cluster.memory')}",
+            labels=context.label(_LOSE, f"lose = {_lose(context)}"),
+            help=("longer pipelines, more shards or more microbatches take less",),
+        )
+
+
+class DomainHoldsAll(Rule):
+    """What it does
+        Checks, where nodes fail together in racks or other domains, that every layer has copies in more domains than may be lost.
+
+    Why it is bad
+        Copies on different nodes of one rack are lost together when its power or its switch fails.
+
+    Example (bad)
+        cluster { nodes = 4; ranks_per_node = 2; domain = rack(nodes = 4) }
+        fault_budget { unit = domain; lose = 1 }      # all of it is in one rack
+
+    Better
+        cluster { nodes = 4; ranks_per_node = 2; domain = rack(nodes = 2) }
+        fault_budget { unit = domain; lose = 1 }
+
+    Fix
+        Take more or smaller domains, or longer pipelines, whose copies lie farther apart.
+    """
+
+    code = "PDL505"
+    name = "domain-holds-all"
+    needs = frozenset({"mesh", "cluster", "shard", "pipeline", "fault_budget", "train", "model"})
+    needs_mesh = True
+    needs_facts = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        outline = _outline(context)
+        if outline is None or outline.spread == 1 or not outline.survives:
+            return
+        gap = _gap(context, "domain")
+        if gap is None:
+            return
+        yield self.report(
+            f"{gap.why}, and lose = {outline.lose} may take them at once",
+            context.place("cluster.domain", _LOSE, "fault_budget"),
+            f"{outline.spread} nodes{context.by('cluster.domain')}",
+            labels=context.label(_LOSE, f"lose = {outline.lose}"),
+            notes=(f"losing {_named(gap.nodes)} leaves no copy of {gap.layer}",),
+            help=("smaller domains or longer pipelines would do",),
+        )
+
+
+class DomainUnknown(Rule):
+    """What it does
+        Finds a budget that counts domains where the cluster does not say what a domain is.
+
+    Why it is bad
+        How many nodes are lost at once is then not known, and nothing can be promised.
+
+    Example (bad)
+        cluster { nodes = 8; ranks_per_node = 2 }
+        fault_budget { unit = domain; lose = 1 }
+
+    Better
+        cluster { nodes = 8; ranks_per_node = 2; domain = rack(nodes = 4) }
+        fault_budget { unit = domain; lose = 1 }
+
+    Fix
+        Write `domain = rack(nodes = N)` in the cluster block, or `unit = node`.
+    """
+
+    code = "PDL506"
+    name = "domain-unknown"
+    needs = frozenset({"cluster", "fault_budget"})
+
+    def check(self, context: Context) -> Iterator[Diagnostic]:
+        budget = context.spec.fault_budget
+        if budget is None or budget.unit != "domain" or context.spec.cluster.domain is not None:
+            return
+        yield self.report(
+            "the budget counts domains, and the cluster does not say which nodes share one",
+            context.place("fault_budget.unit", "fault_budget"),
+            f"domain{context.by('fault_budget.unit')}",
+            help=("write domain = rack(nodes = N) in the cluster block, or unit = node",),
+        )
+
+
+class NoMajority(Rule):
+    """What it does
+        Warns if so many nodes may be lost at once that the others are no majority.
+
+    Why it is bad
+        A node whose process ends or whose connection closes is proven dead, and any number of others go on. A node that only falls silent may live on
+        behind a broken network, so the others go on without it only if they are more than half. Else both halves might train on apart.
+
+    Example (bad)
+        cluster { nodes = 4; ranks_per_node = 2 }
+        fault_budget { lose = 2 }      # two silent nodes leave two
+
+    Better
+        cluster { nodes = 5; ranks_per_node = 2 }
+        fault_budget { lose = 2 }
+
+    Fix
+        None is needed if losses close their connections. Else take more nodes.
+    """
+
+    code = "PDL507"
+    name = "no-majority"
+    severity = Severity.WARNING
+    needs = frozenset({"mesh", "cluster", "shard", "pipeline", "fault_budget", "train"})
+    needs_mesh = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        outline = _outline(context)
+        if outline is None or not outline.holds or 2 * outline.lost < outline.nodes:
+            return
+        most = (outline.nodes - 1) // 2
+        yield self.report(
+            f"if {outline.lost} of {outline.nodes} nodes fall silent at once, the other {outline.nodes - outline.lost} are no majority and stop",
+            context.place(_LOSE, "fault_budget"),
+            f"{outline.lose}{context.by(_LOSE)}",
+            labels=context.label("cluster.nodes", plural(outline.nodes, "node")),
+            notes=(f"nodes whose processes end or whose connections close do not count as silent; up to {most} silent ones are survived",),
+            help=(f"{2 * outline.lost + 1} nodes would do",),
+        )

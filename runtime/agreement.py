@@ -14,6 +14,8 @@ from pdsl.runtime.wire import Message
 
 __all__ = ["Agreement", "Standing"]
 
+_NO_MAJORITY = "it is no majority of what was promised before"
+
 
 @frozen
 class Standing:
@@ -179,7 +181,7 @@ class Agreement(View):
         if self.out.keys() & voters(proposal):
             return "it has nodes that are lost"
         if not self.joining and not self._may_go_on(voters(proposal)):
-            return "it is no majority of what was promised before"
+            return _NO_MAJORITY
         mine = self._my_standing()
         if mine is None or mine.done or proposal["stands"].get(str(self.node)) != mine.stand:
             return "its ranks do not stand still any more"
@@ -191,7 +193,8 @@ class Agreement(View):
         told = {int(n): reason for n, reason in proposal["out"].items()}
         self._lose({n: told[n] for n in proposal["proven"]}, proven=True, own=False, now=now)
         self._seen = max(self._seen, proposal["generation"])
-        if self._objection(proposal) is None:
+        objection = self._objection(proposal)
+        if objection is None:
             self._promise_to(proposal, now)
             self._do(Send(node, {"kind": "ack", "ballot": ballot(proposal)}))
             return
@@ -200,7 +203,8 @@ class Agreement(View):
         refusal = {
             "kind": "nack",
             "ballot": ballot(proposal),
-            "seen": max(self._seen, self._promised[0]),
+            "why": objection,
+            "seen": max(self._seen, self._promised[0], self.generation),
             "proven": named({n: r for n, r in out.items() if n in self._proven}),
             "silent": named({n: r for n, r in out.items() if n not in self._proven}),
             "bases": [sorted(base) for base in self._open_bases],
@@ -234,7 +238,7 @@ class Agreement(View):
             self._lose({int(n): r for n, r in found.items()}, proven=proven, own=True, now=now)
         if not message["stands"]:
             self._standing.pop(node, None)
-        self._held = message["stands"] and not message["proven"] and not message["silent"]
+        self._held = message["why"] == _NO_MAJORITY
 
     def _commit(self, proposal: Message, now: float) -> None:
         for node in sorted(voters(proposal) - {self.node}):

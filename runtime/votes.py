@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pdsl.runtime.wire import Message
@@ -19,17 +20,32 @@ def majority(side: frozenset[int], base: frozenset[int]) -> bool:
 
 
 def side_that_stays(nodes: frozenset[int], suspicions: Iterable[tuple[int, int]]) -> frozenset[int]:
-    """The nodes that are left when suspicions are settled: who has most of them goes first, of equals the highest number.
+    """The nodes that are left when suspicions are settled.
 
-    The same on every node that knows the same suspicions.
+    If they part the nodes into sides, it is the largest side, of equals the one with the lowest number. Inside of it, who has most suspicions
+    goes first, of equals the highest number. The same on every node that knows the same suspicions.
     """
-    left = set(nodes)
-    edges = {frozenset(pair) for pair in suspicions if set(pair) <= left and pair[0] != pair[1]}
+    edges = {frozenset(pair) for pair in suspicions if set(pair) <= nodes and pair[0] != pair[1]}
+    left = _largest_side(nodes, edges)
+    edges = {edge for edge in edges if edge <= left}
     while edges:
         worst = max(left, key=lambda n: (sum(n in edge for edge in edges), n))
         left.remove(worst)
         edges = {edge for edge in edges if worst not in edge}
     return frozenset(left)
+
+
+def _largest_side(nodes: frozenset[int], edges: AbstractSet[frozenset[int]]) -> set[int]:
+    """The largest set of nodes that hold together through nodes that do not suspect each other."""
+    sides, unseen = [], set(nodes)
+    while unseen:
+        side, fresh = set(), {min(unseen)}
+        while fresh:
+            side |= fresh
+            unseen -= fresh
+            fresh = {n for n in unseen if any(frozenset((n, known)) not in edges for known in fresh)}
+        sides.append(side)
+    return max(sides, key=lambda side: (len(side), -min(side)), default=set())
 
 
 def voters(proposal: Mapping[str, Any]) -> frozenset[int]:

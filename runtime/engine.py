@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
+from types import MappingProxyType
 
 import torch
 from attrs import define, frozen
@@ -34,7 +35,7 @@ _HASH_MASK = (1 << 63) - 1
 @frozen
 class Totals:
     """What all ranks agree on at the end of a step. `loss` and `squared` are sums before the division by `over`, the tokens that count (1 if
-    samples are counted); `change` tells that some rank was asked to stop at this boundary.
+    samples are counted); `change` tells that some rank was asked to stop at this boundary; `seconds` are those of the slowest rank's step before.
     """
 
     loss: float
@@ -42,6 +43,7 @@ class Totals:
     over: float
     digest: int
     change: bool = False
+    seconds: float = 0.0
 
     @property
     def norm(self) -> float:
@@ -65,9 +67,18 @@ class Engine:
     _microbatch: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, program: Program, part: Part, groups: Groups, objective: Objective) -> Engine:
+    def of(
+        cls,
+        plan: Plan,
+        program: Program,
+        part: Part,
+        groups: Groups,
+        objective: Objective,
+        kept: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> Engine:
+        """`kept` are gradients of an earlier part of the same step, as `Part.take_gradients` gives them."""
         units = part.units
-        reducer = Reducer(plan, program, part.parameters, groups, units.settle if units is not None else lambda: None)
+        reducer = Reducer(plan, program, part.parameters, groups, part.settle, kept)
         made = cls(plan, program, part, groups, objective, reducer, Executor(plan, program, groups, part.runner, objective, reducer, units))
         part.runner.before_layer = None
         if plan.facts.random:
@@ -85,11 +96,11 @@ class Engine:
         device = self.groups.device
         return self.executor.step({m: {n: t.to(device) for n, t in batch.items()} for m, batch in rows.items()})
 
-    def sum_up(self, sums: StepSums, ids: Mapping[int, Sequence[int]], *, change: bool = False) -> Totals:
+    def sum_up(self, sums: StepSums, ids: Mapping[int, Sequence[int]], *, change: bool = False, seconds: float = 0.0) -> Totals:
         """Wait for the gradients of all ranks and agree on the numbers of the step. Raises RunError if a peer is gone or silent."""
         with in_words(lambda: f"at the sums of step {self.step}", self.plan.silence):
             self.gradients = self.reducer.finish()
-            return self._agree(sums, self.reducer.squared_norm(self.gradients), ids, change=change)
+            return self._agree(sums, self.reducer.squared_norm(self.gradients), ids, change=change, seconds=seconds)
 
     @torch.no_grad()
     def apply(self, totals: Totals) -> None:
@@ -119,7 +130,7 @@ class Engine:
         key = f"{self.plan.job.seed}/{self.step}/{self._microbatch}/{shard}/{layer}"
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
 
-    def _agree(self, sums: StepSums, squared: float, ids: Mapping[int, Sequence[int]], *, change: bool) -> Totals:
+    def _agree(self, sums: StepSums, squared: float, ids: Mapping[int, Sequence[int]], *, change: bool, seconds: float) -> Totals:
         """The sums over all ranks, equal to the bit on each: every rank adds the same numbers in the same order."""
         at = self.plan.coordinate(self.program.rank)
         last = self.plan.template(at.pipeline).stages[-1].position
@@ -127,10 +138,12 @@ class Engine:
         digest = sum(row_hash(i) for part in ids.values() for i in part) & _HASH_MASK if counts else 0
         loss, tokens = (sums.loss, sums.tokens) if counts else (0.0, 0)
         if self.groups.control is not None:
-            numbers = torch.tensor([loss, squared], dtype=torch.float64).view(torch.int64)
+            numbers = torch.tensor([loss, squared, seconds], dtype=torch.float64).view(torch.int64)
             mine = torch.cat([numbers, torch.tensor([tokens, digest, change], dtype=torch.int64)]).to(self.groups.device)
             everyone = torch.stack(self.groups.control.gather(mine)).cpu()
-            loss, squared = everyone[:, :2].contiguous().view(torch.float64).sum(dim=0).tolist()
-            tokens, digest = int(everyone[:, 2].sum()), sum(everyone[:, 3].tolist()) & _HASH_MASK
-            change = bool(everyone[:, 4].any())
-        return Totals(loss, squared, float(tokens) if self.objective.over_tokens else 1.0, digest, change)
+            floats = everyone[:, :3].contiguous().view(torch.float64)
+            loss, squared = floats[:, :2].sum(dim=0).tolist()
+            seconds = float(floats[:, 2].max())
+            tokens, digest = int(everyone[:, 3].sum()), sum(everyone[:, 4].tolist()) & _HASH_MASK
+            change = bool(everyone[:, 5].any())
+        return Totals(loss, squared, float(tokens) if self.objective.over_tokens else 1.0, digest, change, seconds)

@@ -7,6 +7,7 @@ whose last gradient arrives is sent off at once; the program's REDUCE action sen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Bucket, Program
 from pdsl.runtime.groups import Groups
 
-__all__ = ["Reducer", "local_tensor"]
+__all__ = ["Reducer", "final_gradient", "local_tensor"]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,7 +27,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _final_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+def final_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The local gradient of a parameter, in the placement of the parameter: tensor parallel may leave partial sums behind."""
     grad = parameter.grad
     if grad is None:
@@ -40,7 +41,7 @@ class Reducer:
     """Sums of gradients for one rank.
 
     `parameters` are the owned trainable parameters by name, after sharding. Per step: `begin_step`, `begin_last_backward` per stage, `issue` per
-    REDUCE action, then `finish`, which gives the summed local gradients. `settle` is called before gradients are read: it waits for what FSDP2
+    REDUCE action, then `finish`, which gives the summed local gradients. `kept` are local gradients of an earlier part of the step, which are added. `settle` is called before gradients are read: it waits for what FSDP2
     has not finished yet.
     """
 
@@ -51,8 +52,10 @@ class Reducer:
         parameters: Mapping[str, nn.Parameter],
         groups: Groups,
         settle: Callable[[], None] = lambda: None,
+        kept: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self._parameters = dict(parameters)
+        self._kept = kept
         self._buckets = program.buckets
         self._groups = groups
         self._settle = settle
@@ -61,6 +64,7 @@ class Reducer:
         self._stages_left: list[set[int]] = []
         self._waiting: list[set[str]] = []
         self._works: dict[int, dist.Work] = {}
+        self._failure: RuntimeError | None = None
         facts = {p.name: p for p in owned_parameters(plan, program.rank)}
         self._counted = tuple(n for n in self._parameters if holders(plan, facts[n], program.rank)[0] == program.rank)
         self._hooks = [self._parameters[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._bucket_of]
@@ -77,6 +81,7 @@ class Reducer:
 
     def begin_step(self) -> None:
         self._works.clear()
+        self._failure = None
         self._stages_left = [set(b.stages) for b in self._buckets]
         self._waiting = [set(b.parameters) for b in self._buckets]
 
@@ -118,7 +123,7 @@ class Reducer:
         offset = 0
         arrived = flat[-len(bucket.parameters) :].fill_(1.0)
         for place, name in enumerate(bucket.parameters):
-            grad = _final_gradient(self._parameters[name])
+            grad = self._own(name)
             size = local_tensor(self._parameters[name].data).numel()
             part = flat[offset : offset + size]
             if grad is None:
@@ -127,7 +132,10 @@ class Reducer:
             else:
                 part.copy_(grad.reshape(-1))
             offset += size
-        self._works[index] = self._groups.summing(bucket.ranks).sum(flat)
+        try:
+            self._works[index] = self._groups.summing(bucket.ranks).sum(flat)
+        except RuntimeError as error:  # in a hook it would end the backward of a pipeline that is whole; `finish` tells of it
+            self._failure = self._failure or error
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Wait for all sums. Local gradients by name, shaped like the local parameters; a parameter that got none on any rank is left out.
@@ -135,6 +143,8 @@ class Reducer:
         The optimizer must not see a zero there: with weight decay or momentum it would change what one process leaves alone.
         """
         self._settle()
+        if self._failure is not None:
+            raise self._failure
         for work in self._works.values():
             work.wait()
         found: dict[str, torch.Tensor] = {}
@@ -146,13 +156,20 @@ class Reducer:
                 if name in arrived:
                     found[name] = self._flat[index][offset : offset + local.numel()].view(local.shape)
                 offset += local.numel()
-        for name, parameter in self._parameters.items():
+        for name in self._parameters:
             if name in self._bucket_of:
                 continue
-            grad = _final_gradient(parameter)
+            grad = self._own(name)
             if grad is not None:
                 found[name] = grad
         return found
+
+    def _own(self, name: str) -> torch.Tensor | None:
+        """The local gradient of this rank, over all parts of the step; FSDP2 cannot add to one that is still under way, so it is done here."""
+        grad, kept = final_gradient(self._parameters[name]), self._kept.get(name)
+        if grad is None or kept is None:
+            return kept if grad is None else grad
+        return grad + kept
 
     def _arrived(self) -> set[str]:
         """The parameters of all buckets that got a gradient on some rank."""

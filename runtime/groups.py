@@ -21,7 +21,7 @@ from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Program
 from pdsl.runtime.sockets import Interrupter
 
-__all__ = ["CROSS_SOCKETS", "PIPELINE_SOCKETS", "CrossGroup", "Groups", "device_of", "island_mesh"]
+__all__ = ["CROSS_SOCKETS", "ISLAND_SOCKETS", "PIPELINE_SOCKETS", "CrossGroup", "Groups", "device_of", "island_mesh"]
 
 
 def device_of(plan: Plan, local_rank: int) -> torch.device:
@@ -41,7 +41,7 @@ def device_of(plan: Plan, local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-PIPELINE_SOCKETS, CROSS_SOCKETS = "pipeline", "cross"
+PIPELINE_SOCKETS, CROSS_SOCKETS, ISLAND_SOCKETS = "pipeline", "cross", "island"
 
 
 class _Transport(Protocol):
@@ -58,6 +58,7 @@ class CrossGroup:
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, store: dist.Store, device: torch.device, timeout: timedelta) -> None:
         self.ranks = tuple(ranks)
+        self.device = device
         self._index = {r: i for i, r in enumerate(self.ranks)}
         prefix = dist.PrefixStore(name, store)
         self._group = _transport(prefix, self._index[rank], len(self.ranks), device, timeout)
@@ -87,11 +88,12 @@ def _transport(store: dist.Store, rank: int, size: int, device: torch.device, ti
     return cast("_Transport", dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
-def island_mesh(plan: Plan, rank: int, store: dist.Store, device: torch.device, timeout: timedelta) -> DeviceMesh | None:
+def island_mesh(
+    plan: Plan, island: Sequence[int], rank: int, store: dist.Store, device: torch.device, timeout: timedelta
+) -> DeviceMesh | None:
     """Make torch's WORLD from the island of a rank: its DeviceMesh with dims `shard` and `tensor`, or None for an island of one rank, which
-    needs no WORLD. Called once in the life of a process: an island stays together through all plans.
+    needs no WORLD. An island stays together through all plans; it is only made anew if it was cut short inside a collective.
     """
-    island = plan.island(rank)
     if len(island) == 1:
         return None
     prefix = dist.PrefixStore(f"island{island[0]}", store)

@@ -20,7 +20,7 @@ from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.probe import on_meta
 from pdsl.lowering.probe_pass import parameter_groups
-from pdsl.runtime.gradients import local_tensor
+from pdsl.runtime.gradients import final_gradient, local_tensor
 from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory
 from pdsl.runtime.shard import apply_tensor_parallel, live_names, shard_layers
 from pdsl.runtime.stage import StageRunner
@@ -70,12 +70,28 @@ class Part:
         weights = {f"{WEIGHT}/{name}": local_tensor(p.data) for name, p in self.tensors.items()}
         return weights | self.optimizer.state()
 
+    def empty_state(self) -> dict[str, torch.Tensor]:
+        """The weights of which this rank has no element: nobody sends them."""
+        return {key: value for key, value in self.state().items() if key.startswith(f"{WEIGHT}/") and not value.numel()}
+
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over weights by copy, and the optimizer's state as it is. Raises KeyError if a weight is missing."""
         for name, parameter in self.tensors.items():
             local_tensor(parameter.data).copy_(state[f"{WEIGHT}/{name}"])
         self.optimizer.load({key: value for key, value in state.items() if not key.startswith(f"{WEIGHT}/")})
+
+    def settle(self) -> None:
+        """Wait for gradients that FSDP2 has under way."""
+        if self.units is not None:
+            self.units.settle()
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """The local gradients that were computed so far, out of the part."""
+        self.settle()
+        found = {name: grad for name, p in self.parameters.items() if (grad := final_gradient(p)) is not None}
+        self.drop_gradients()
+        return found
 
     def drop_gradients(self) -> None:
         """Forget what was computed of a step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -50,16 +51,29 @@ class Reporter:
         if self._file is not None:
             self._file.close()
 
-    def step(self, result: StepResult) -> None:
-        """Tell one step. The file is flushed each time, so that a run that dies leaves all it did."""
+    def write(self, record: Mapping[str, object]) -> None:
+        """One line of the file. It is flushed each time, so that a run that dies leaves all it did."""
         if self._file is not None:
-            self._file.write(json.dumps(_metrics(result, self._generation)) + "\n")
+            self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+
+    def say(self, text: str) -> None:
+        """A line for the reader, above the bar if there is one."""
+        if not self._progress:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+            return
+        print(text, file=sys.stderr, flush=True)
+
+    def step(self, result: StepResult, generation: int | None = None) -> None:
+        """Tell one step."""
+        self.write(_metrics(result, self._generation if generation is None else generation))
         if not self._progress:
             return
         rate = result.samples / result.seconds
         if self._bar is not None:
-            self._bar.update(self._task, advance=1, loss=f"{result.loss:.4f}", rate=f"{rate:.0f}")
+            self._bar.update(self._task, completed=result.step + 1, loss=f"{result.loss:.4f}", rate=f"{rate:.0f}")
             return
         now, last = time.monotonic(), result.step + 1 == self._steps
         if last or now - self._said >= 1.0:

@@ -85,7 +85,7 @@ class Session:
         owned = {p.name for p in owned_parameters(plan, rank)}
         timeout = timedelta(seconds=plan.silence)
         built = build(plan, owned, self.device, model=model)
-        mesh = island_mesh(plan, rank, store, self.device, timeout) if store is not None else None
+        mesh = island_mesh(plan, plan.island(rank), rank, store, self.device, timeout) if store is not None else None
         self.part = Part(plan, rank, mesh, built, optimizer)
         self._program = program(plan, rank)
         self.groups = Groups(plan, self._program, store, self.device, timeout)

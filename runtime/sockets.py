@@ -53,6 +53,7 @@ class Interrupter:
         self._lock = threading.Lock()
         self._known: dict[str, dict[int, int]] = {}
         self._before: dict[int, int] | None = None
+        self._making = ""
         self._interrupted: set[str] = set()
 
     @contextmanager
@@ -61,7 +62,7 @@ class Interrupter:
         with self._lock:
             if key in self._interrupted:
                 raise ConnectionAbortedError("Connection closed by peer: a node was lost while groups were made")
-            self._before = open_sockets()
+            self._before, self._making = open_sockets(), key
         try:
             yield
         finally:
@@ -84,13 +85,14 @@ class Interrupter:
     def _while_making(self) -> None:
         while True:
             with self._lock:
-                if self._before is None or not self._interrupted:
+                if self._before is None or self._making not in self._interrupted:
                     return
                 _shut(self._new())
             time.sleep(_AGAIN)
 
-    def forget(self) -> None:
-        """All groups are gone; the next are made."""
+    def forget(self, *keys: str) -> None:
+        """The groups of these keys are gone; the next are made."""
         with self._lock:
-            self._known.clear()
-            self._interrupted.clear()
+            for key in keys:
+                self._known.pop(key, None)
+            self._interrupted.difference_update(keys)

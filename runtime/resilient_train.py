@@ -1,0 +1,76 @@
+"""Training on one rank of a run with a fault budget: the loop, the data, and what it tells the launcher."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import asdict
+
+from pdsl.grammar.errors import PdslError
+from pdsl.lowering.plan import Plan
+from pdsl.runtime.elastic import ElasticSession
+from pdsl.runtime.link import Link
+from pdsl.runtime.rows import Batch, read_rows, step_indices, steps_per_epoch
+from pdsl.runtime.session import StepResult
+from pdsl.runtime.train import make_dataset
+
+__all__ = ["train_resilient"]
+
+
+class _DataSet:
+    """Rows of a data set by place in the batch of a step: the same on every rank, whatever the plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._seed, self._batch = plan.job.seed, plan.job.batch
+        self._data = make_dataset(plan)
+        self._size = len(self._data)
+        steps_per_epoch(self._size, self._batch)
+
+    def ids(self, step: int, places: Sequence[int]) -> Sequence[int]:
+        order = step_indices(self._seed, step, self._size, self._batch)
+        return [order[i] for i in places]
+
+    def rows(self, ids: Sequence[int]) -> Batch:
+        return read_rows(self._data, ids)
+
+
+def train_resilient(plan: Plan, rank: int, link: Link, *, steps: int | None = None) -> None:
+    """Train `steps` steps (the plan's own count if None) as one rank, through losses and joins.
+
+    Every step is told once by each node, as an event "step" with the fields of a StepResult; so is what happens in between. Raises ModelError, RunError or
+    NotExecuted with a message for the user.
+    """
+    total = plan.job.steps if steps is None else steps
+    speaks = rank % plan.ranks_per_node == 0
+    session: ElasticSession | None = None
+
+    def told(result: StepResult) -> None:
+        if speaks:
+            link.tell({"event": "step", "generation": session.plan.generation if session is not None else 0, **asdict(result)})
+
+    def is_fatal(error: BaseException) -> bool:
+        """What would happen on every node alike ends the run: a mistake that is found at the start, or in a step that is tried again."""
+        if session is None or isinstance(error, PdslError) or not isinstance(error, Exception):
+            return True
+        return session.steps_taken in (0, session.fault_step)
+
+    link.is_fatal = is_fatal
+    session = ElasticSession(plan, rank, link, _DataSet(plan), on_event=link.tell if speaks else _unheard, on_step=told)
+    try:
+        session.start()
+        gc.collect()
+        gc.freeze()  # a collection in the middle of a recovery would cost more than all the rest of it
+        while True:
+            while session.steps_taken < total:
+                session.step()
+            if link.done():
+                return
+            session.recover("a node was lost before all ranks were done")
+    finally:
+        session.close()
+
+
+def _unheard(event: dict[str, Any]) -> None:
+    return None

@@ -26,6 +26,12 @@ Spec and facts to programs
     program, programs, boxes         one rank's list of actions
     cost, serial                     what it costs; JSON
 
+From one plan to the next
+    holdings, cells                  who has which box of which tensor, at which step; boxes as sets
+    roles                            which node plays which part, so that most bytes stay
+    transition, tables, covers       what must move; transition_check looks at it
+    sources, flow, rounds            who sends what, balanced; in which order
+
 under failures, on paper
     traces                           when nodes come and go: read or drawn, and how they strain a budget
     goodput                          a run under a trace: what counts, and where the time goes

@@ -14,4 +14,7 @@ rows        which samples a step takes, in which order, and which a rank reads
 session     all of it behind `step(batch)`
 train       the loop over a data set, metrics, progress
 verify      comparison with one process
+digest      sums over state that do not depend on how it is split
+checkpoint  state on disk as holdings; what is committed, what is damaged
+saving      writing it, each rank its share
 """

@@ -9,6 +9,8 @@ import time
 from typing import Any
 
 from pdsl.runtime.link import Decision, Link
+from pdsl.runtime.sockets import Interrupter
+from pdsl.runtime.stores import join_store
 
 
 class Interrupted(Exception):
@@ -17,19 +19,25 @@ class Interrupted(Exception):
 
 def keep_step(plan: Any, rank: int, link: Link, *, steps: int = 50, pace: float = 0.01, fault: dict[str, Any] | None = None) -> None:
     """Take steps in lockstep with all ranks, through every loss and change. Tells what it sees; the result is the last step as text."""
-    link.on_lost = lambda nodes: link.tell({"event": "on_lost", "nodes": sorted(nodes), "time": time.monotonic()})
+    interrupter = Interrupter()
+
+    def on_lost(nodes: frozenset[int]) -> None:
+        link.tell({"event": "on_lost", "nodes": sorted(nodes), "at": time.monotonic()})
+        interrupter.interrupt(str(generation))
+
+    link.on_lost = on_lost
     link.is_fatal = lambda error: not isinstance(error, ConnectionError)
     committed, generation = 0, -1
     while True:
         link.report(generation, committed=committed)
         decision = link.decision(60.0)
         generation = decision.generation
-        link.tell({"event": "took", "generation": generation, "nodes": decision.nodes, "time": time.monotonic()})
+        link.tell({"event": "took", "generation": generation, "nodes": decision.nodes, "at": time.monotonic()})
         if link.lost:
             continue
         committed = max(report["committed"] for report in decision.reports.values())
         try:
-            committed = _steps(plan, rank, link, decision, committed, steps, pace, fault or {})
+            committed = _steps(plan, rank, link, decision, interrupter, committed, steps=steps, pace=pace, fault=fault or {})
         except Interrupted as found:
             committed = found.args[0]
             continue
@@ -37,10 +45,27 @@ def keep_step(plan: Any, rank: int, link: Link, *, steps: int = 50, pace: float 
             return
 
 
-def _steps(plan: Any, rank: int, link: Link, decision: Decision, committed: int, steps: int, pace: float, fault: dict[str, Any]) -> int:
+def _steps(
+    plan: Any,
+    rank: int,
+    link: Link,
+    decision: Decision,
+    interrupter: Interrupter,
+    committed: int,
+    *,
+    steps: int,
+    pace: float,
+    fault: dict[str, Any],
+) -> int:
     import torch.distributed as dist
 
-    store = dist.PrefixStore(f"generation-{decision.generation}", dist.TCPStore(decision.host, decision.port, is_master=False))
+    key = str(decision.generation)
+    try:
+        with interrupter.making(key):
+            store = dist.PrefixStore(key, join_store(decision.host, decision.port, plan.silence))
+    except (ConnectionError, dist.DistError):
+        await_loss(link)
+        raise Interrupted(committed) from None
     world = len(decision.nodes) * plan.ranks_per_node
     while committed < steps:
         time.sleep(pace)
@@ -57,11 +82,7 @@ def _steps(plan: Any, rank: int, link: Link, decision: Decision, committed: int,
                 count = store.add(f"at-{step}", 0)
             change = store.add(f"change-{step}", 0)
         except RuntimeError:  # the host of the store is gone
-            limit = time.monotonic() + 10.0
-            while not link.lost:
-                if time.monotonic() > limit:
-                    raise
-                time.sleep(0.001)
+            await_loss(link)
             raise Interrupted(committed) from None
         committed = step
         if rank % plan.ranks_per_node == 0:
@@ -69,6 +90,15 @@ def _steps(plan: Any, rank: int, link: Link, decision: Decision, committed: int,
         if change:
             return committed
     return committed
+
+
+def await_loss(link: Link) -> None:
+    """What went wrong must be the loss of a node."""
+    limit = time.monotonic() + 10.0
+    while not link.lost:
+        if time.monotonic() > limit:
+            raise TimeoutError("the store is gone and no node is lost")
+        time.sleep(0.001)
 
 
 def misbehave(fault: dict[str, Any], rank: int, step: int) -> None:

@@ -127,6 +127,9 @@ class Agent:
         for key, mask in self._selector.select(self._patience()):
             if self._end is not None:
                 return
+            current = self._selector.get_map().get(key.fd)
+            if current is None or current.fileobj is not key.fileobj:
+                continue  # what came before it in this turn has closed it: with a node that is lost goes all that leads to it
             if mask & selectors.EVENT_WRITE and isinstance(key.fileobj, Channel):
                 key.fileobj.flush()
             if mask & selectors.EVENT_READ or not isinstance(key.fileobj, Channel):

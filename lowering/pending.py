@@ -27,7 +27,7 @@ def pending(spec: Spec) -> Iterator[tuple[str, str]]:
     """What a spec asks for that this version does not execute: dotted path and a few words."""
     if spec.freeze is not None:
         yield "freeze", "freezing"
-    if spec.checkpoint is not None:
+    if spec.checkpoint is not None and (spec.fault_budget is None or spec.fault_budget.lose == 0):
         yield "checkpoint", "saving checkpoints"
     if spec.memory.recompute is not None:
         yield "memory.recompute", "recomputing activations"

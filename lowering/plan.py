@@ -29,6 +29,7 @@ __all__ = [
     "ParameterLayout",
     "Pipeline",
     "Plan",
+    "Saving",
     "StageCut",
     "Template",
 ]
@@ -119,6 +120,16 @@ class Budget:
 
 
 @frozen
+class Saving:
+    """Checkpoints: a folder, every how many steps, how many are kept, and whether training goes on while one is written."""
+
+    path: str
+    every: int
+    keep: int
+    asynchronous: bool = True
+
+
+@frozen
 class Job:
     """What is trained, apart from how it is laid out. `directory` is where user modules are imported from."""
 
@@ -165,6 +176,7 @@ class Plan:
     pending: tuple[str, ...] = ()
     silence: float = DEFAULT_SILENCE
     budget: Budget | None = None
+    saving: Saving | None = None
     version: int = PLAN_VERSION
 
     @cached_property

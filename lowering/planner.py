@@ -14,7 +14,7 @@ from pdsl.lowering.instantiate import instantiate
 from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.mesh import Mesh
 from pdsl.lowering.pending import pending
-from pdsl.lowering.plan import DEFAULT_SILENCE, Budget, Job, MeshAxis, ParameterLayout, Pipeline, Plan, StageCut, Template
+from pdsl.lowering.plan import DEFAULT_SILENCE, Budget, Job, MeshAxis, ParameterLayout, Pipeline, Plan, Saving, StageCut, Template
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.schedules import SCHEDULES, single
 from pdsl.lowering.simulate import StageCosts, simulate
@@ -252,6 +252,7 @@ def _finish(draft: _Draft) -> Plan:
         pipelines=draft.pipelines,
         microbatches=sum(len(p.microbatches) for p in draft.pipelines),
         job=_job(spec),
+        saving=_saving(spec),
         reshard=spec.pipeline is None,
         silence=float(spec.fault_budget.silence) if spec.fault_budget is not None else DEFAULT_SILENCE,
         budget=draft.budget or (fixed_budget(spec, mesh, draft.templates[0].stages) if loses(spec) else None),
@@ -259,6 +260,11 @@ def _finish(draft: _Draft) -> Plan:
     )
     _check_batch(made)
     return made
+
+
+def _saving(spec: Spec) -> Saving | None:
+    asked = spec.checkpoint
+    return None if asked is None else Saving(asked.path, asked.every, asked.keep, asked.mode == "async")
 
 
 def _job(spec: Spec) -> Job:

@@ -6,16 +6,17 @@ holds for a new plan whose state was moved: if any rank knows that all voted for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from attrs import asdict, frozen
 
 from pdsl.grammar.errors import PlanError
-from pdsl.lowering.plan import Plan
+from pdsl.lowering.instantiate import instantiate
+from pdsl.lowering.plan import Budget, Plan
 from pdsl.lowering.replan import reroute
 
-__all__ = ["Course", "Report", "Standing", "course", "standing"]
+__all__ = ["Course", "Report", "Standing", "course", "is_broken", "no_way_back", "standing"]
 
 
 @frozen
@@ -63,13 +64,17 @@ class Report:
 
 @frozen
 class Standing:
-    """What holds for all: steps committed anywhere, with their numbers, the newest plan that was voted for anywhere, and what the optimizer keeps."""
+    """What holds for all: steps committed anywhere, with their numbers, the newest plan that was voted for anywhere, and what the optimizer keeps.
+
+    `lacking` are the ranks that have nothing of that plan's state: they have just come, or their state never became whole.
+    """
 
     committed: int
     totals: tuple[float, ...]
     holds: int
     kinds: tuple[str, ...]
     bare: frozenset[str]
+    lacking: frozenset[int] = frozenset()
 
     def kinds_in(self, plan: Plan) -> dict[str, tuple[str, ...]]:
         """By parameter the kinds of state that exist: its weight, and for a trained one what the optimizer keeps."""
@@ -80,7 +85,7 @@ def standing(reports: Mapping[int, Report]) -> Standing:
     """The common state of all ranks that had a part before the event. Raises PlanError if their reports contradict each other."""
     old = {rank: r for rank, r in reports.items() if r.holds >= 0}
     if not old:
-        return Standing(0, (), -1, (), frozenset())
+        return Standing(0, (), -1, (), frozenset(), frozenset(reports))
     holds = max(r.holds for r in old.values())
     astray = [rank for rank, r in old.items() if holds not in (r.holds, r.staged)]
     if astray:
@@ -97,7 +102,8 @@ def standing(reports: Mapping[int, Report]) -> Standing:
         )
     totals = next(r.totals for r in holders.values() if r.committed == committed)
     kinds = tuple(dict.fromkeys(kind for _, r in sorted(holders.items()) for kind in r.kinds))
-    return Standing(committed, totals, holds, kinds, frozenset(name for r in holders.values() for name in r.bare))
+    lacking = frozenset(rank for rank, r in reports.items() if holds not in (r.holds, r.staged))
+    return Standing(committed, totals, holds, kinds, frozenset(name for r in holders.values() for name in r.bare), lacking)
 
 
 @frozen
@@ -111,16 +117,21 @@ class Course:
 
 
 def course(base: Plan, reports: Mapping[int, Report], nodes: Sequence[int], *, generation: int) -> Course:
-    """How to go on from `base`, the plan that all old ranks hold.
+    """How to go on from `base`, the plan that all old ranks hold, on `nodes`. `reports` are those of their ranks.
 
-    Raises PlanError if the spec allows none of the answers that would do.
+    Raises PlanError if the spec allows none of the answers that would do, or if nodes have come that no pipelines could use.
     """
     budget = base.budget
     assert budget is not None
     lost = sorted(set(base.nodes) - set(nodes))
     joined = sorted(set(nodes) - set(base.nodes))
     now = standing(reports)
-    if joined or any(r.asks for r in reports.values()) or (lost and "reroute" not in budget.recover):
+    if joined or now.lacking:
+        return Course(None)
+    if lost and "reroute" not in budget.recover:
+        return Course(None)
+    asked = any(r.asks for r in reports.values()) or (lost and _rather_moves(budget.recover))
+    if asked and _usable(base, budget, len(nodes)):
         return Course(None)
     finished = {
         index: _finished(pipeline_ranks, reports, now)
@@ -129,15 +140,37 @@ def course(base: Plan, reports: Mapping[int, Report], nodes: Sequence[int], *, g
     }
     found = reroute(base, lost, generation=generation, finished=finished)
     if found is None:
+        if budget.recover == ("reroute",):
+            raise PlanError(
+                f"without node{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} no pipeline is whole, and recover = [reroute] allows no "
+                "new ones; retemplate or restore would do"
+            )
         return Course(None)
     by_islands = {pipeline.islands: finished.get(i, frozenset()) for i, pipeline in enumerate(base.pipelines)}
     run = tuple(tuple(m for m in p.microbatches if m not in by_islands.get(p.islands, ())) for p in found.pipelines)
     return Course(found, run)
 
 
+def _rather_moves(recover: Sequence[str]) -> bool:
+    return "retemplate" in recover and recover.index("retemplate") < recover.index("reroute")
+
+
+def _usable(base: Plan, budget: Budget, nodes: int) -> bool:
+    """Whether new pipelines could use all of that many nodes; if more were lost since somebody asked for them, perhaps not."""
+    try:
+        instantiate(budget, base.facts, nodes, base.microbatches)
+    except PlanError:
+        return False
+    return True
+
+
 def _finished(ranks: Sequence[int], reports: Mapping[int, Report], now: Standing) -> frozenset[int]:
-    """Microbatches of the step under way whose gradients every rank of a pipeline has."""
+    """Microbatches of the step under way whose gradients every rank of a pipeline has.
+
+    A rank has their sum, of which nothing can be taken out again: ranks that do not agree have to run all of them anew.
+    """
     mine = [reports.get(rank) for rank in ranks]
-    if any(r is None or (r.committed, r.holds) != (now.committed, now.holds) for r in mine):
+    if any(r is None or r.broken or (r.committed, r.holds) != (now.committed, now.holds) for r in mine):
         return frozenset()
-    return frozenset.intersection(*(frozenset(r.finished) for r in mine if r is not None))
+    found = {frozenset(r.finished) for r in mine if r is not None}
+    return found.pop() if len(found) == 1 else frozenset()

@@ -11,50 +11,39 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import astuple, evolve, frozen
 
 from pdsl.grammar.errors import RunError
-from pdsl.lowering.holdings import demand, plan_holdings, state_tensors
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.payoff import Gain, gain
 from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.programs import program
-from pdsl.lowering.recovery import Course, Report, Standing, course, standing
+from pdsl.lowering.recovery import Course, Report, Standing, course, is_broken, no_way_back, standing
 from pdsl.lowering.replan import copies, layers_held, redo, retemplate
-from pdsl.lowering.transition import Transition, transition
+from pdsl.lowering.transition import StateLost
 from pdsl.runtime.build import build
 from pdsl.runtime.engine import Engine, Totals
-from pdsl.runtime.executor import StepSums
 from pdsl.runtime.faults import PeerFault, in_words
-from pdsl.runtime.gradients import local_tensor
-from pdsl.runtime.groups import CROSS_SOCKETS, ISLAND_SOCKETS, PIPELINE_SOCKETS, CrossGroup, Groups, device_of, island_mesh
+from pdsl.runtime.groups import CROSS_SOCKETS, ISLAND_SOCKETS, PIPELINE_SOCKETS, Groups, device_of
+from pdsl.runtime.handover import Handover, PartMaker, planned
+from pdsl.runtime.island import Island
+from pdsl.runtime.keeper import Keeper
 from pdsl.runtime.link import Decision, Link
-from pdsl.runtime.moves import Placed, carry_out, compare_digests, dtype_in, same_everywhere
+from pdsl.runtime.moves import same_everywhere
 from pdsl.runtime.objective import make_objective
 from pdsl.runtime.optimizer import OptimizerFactory
-from pdsl.runtime.part import WEIGHT, Part, bare_copy, with_memory
-from pdsl.runtime.rows import Batch, rank_rows
+from pdsl.runtime.part import Part, bare_copy
+from pdsl.runtime.partial import Partial
+from pdsl.runtime.rows import Samples, rank_rows
 from pdsl.runtime.session import StepResult
 from pdsl.runtime.sockets import Interrupter
 
-__all__ = ["ElasticSession", "Samples"]
-
-
-class Samples(Protocol):
-    """Where the rows of a step come from, on any rank and as often as asked."""
-
-    def ids(self, step: int, places: Sequence[int]) -> Sequence[int]:
-        """Sample ids at places of the global batch of a step."""
-        ...
-
-    def rows(self, ids: Sequence[int]) -> Batch:
-        """The rows of samples."""
-        ...
+__all__ = ["ElasticSession"]
 
 
 @frozen(eq=False)
@@ -80,6 +69,7 @@ class ElasticSession:
         link: Link,
         samples: Samples,
         *,
+        resume: bool = False,
         optimizer: OptimizerFactory | None = None,
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
         on_step: Callable[[StepResult], None] = lambda result: None,
@@ -90,34 +80,30 @@ class ElasticSession:
         self.rank, self.link, self.samples = rank, link, samples
         self.device = device_of(plan, rank % plan.ranks_per_node)
         self.steps_taken = 0
-        self._plan = plan  # in force; before the start the one to begin with
+        self._first = self._plan = plan
         self._plans: dict[int, Plan] = {}
         self._holds = -1
         self._generation = -1
-        self._node = plan.node(rank)
         self._nodes = frozenset(plan.nodes)
-        self._optimizer = optimizer
+        self._resume = resume
         self._on_event, self._on_step = on_event, on_step
         self._objective = make_objective(plan.job)
         self._interrupter = Interrupter()
-        self._mesh: Any = None
-        self._mates: CrossGroup | None = None
+        self._island = Island(plan, rank, self.device, self._interrupter)
+        self._keeper = Keeper(plan.saving, rank, self._event)
         self._part: Part | None = None
         self._staged: _Staged | None = None
         self._gain: Gain | None = None  # of new pipelines over those that are left
         self._engine: Engine | None = None  # of whole steps, or of the rest of an interrupted one
         self._groups: Groups | None = None
-        self._clean = True
-        self._sums = StepSums()
-        self._finished: frozenset[int] = frozenset()
-        self._kept: dict[str, torch.Tensor] = {}  # gradients of what is finished of an interrupted step
+        self._partial = Partial()
         self._totals: Totals | None = None
         self._seconds = 0.0
         self._began = 0.0
         self.fault_step = -1
         owned = {p.name for p in owned_parameters(plan, rank)} if rank in plan.ranks else set()
         built = build(plan, owned, self.device)
-        self._bare = bare_copy(built)
+        self._maker = PartMaker(rank, bare_copy(built), self.device, optimizer)
         self._built: torch.nn.Module | None = built
         link.on_lost = self._on_lost
 
@@ -162,11 +148,10 @@ class ElasticSession:
         assert engine is not None
         self._began = time.perf_counter()
         engine.step = self.steps_taken
-        self._clean = False
+        self._partial.clean = False
         sums = engine.compute({m: self.samples.rows(ids) for m, ids in self._ids(engine.plan).items()})
-        self._clean = True
-        self._sums = StepSums(self._sums.loss + sums.loss, self._sums.tokens + sums.tokens)
-        self._finished |= set(engine.plan.pipelines[engine.plan.coordinate(self.rank).pipeline].microbatches)
+        self._partial.clean = True
+        self._partial.add(sums, engine.plan.pipelines[engine.plan.coordinate(self.rank).pipeline].microbatches)
         totals = self._sum_up(engine)
         self._commit(engine, totals)
         if totals.change:
@@ -177,21 +162,19 @@ class ElasticSession:
 
         Otherwise one of them could begin the next step and wait there for another that stands still. Raises PeerFault if none of them knows.
         """
-        totals, fault = None, None
+        totals, fault = None, ""
+        asks, saved = self.link.change_asked, self._keeper.saved
         try:
-            totals = engine.sum_up(self._sums, self._ids(self._plan), change=self.link.change_asked, seconds=self._seconds)
+            totals = engine.sum_up(self._partial.sums, self._ids(self._plan), change=asks, seconds=self._seconds, saved=saved)
         except PeerFault as error:
-            fault = error
-        if self._mates is None:
-            known = [totals] if totals is not None else []
-        else:
-            self._clean = False  # if this fails, one of the island was cut short
-            with in_words(lambda: f"at the end of step {self.steps_taken}", self._plan.silence):
-                known = [found for row in self._mates.gather(_packed(totals)) if (found := _unpacked(row)) is not None]
-            self._clean = True
-        if known:
-            return known[0]
-        raise PeerFault(str(fault))
+            fault = str(error)
+        self._partial.clean = False  # if this fails, a rank of the island was cut short
+        with in_words(lambda: f"at the end of step {self.steps_taken}", self._plan.silence):
+            totals = self._island.share(totals)
+        self._partial.clean = True
+        if totals is None:
+            raise PeerFault(fault)
+        return totals
 
     def _ids(self, plan: Plan) -> dict[int, Sequence[int]]:
         return {m: self.samples.ids(self.steps_taken, places) for m, places in rank_rows(plan, self.rank).items()}
@@ -203,10 +186,12 @@ class ElasticSession:
         self._seconds = time.perf_counter() - self._began
         self.steps_taken += 1
         self._forget_step()
+        self._keeper.agreed(totals.saved, self._plan)
+        self._keeper.after(self.steps_taken, self._plan, self.part.state)
         self._on_step(StepResult.of(self.steps_taken - 1, totals, engine.plan.job.batch, self._seconds))
 
     def _forget_step(self) -> None:
-        self._sums, self._finished, self._kept = StepSums(), frozenset(), {}
+        self._partial.forget()
         if self._engine is not None and self._engine.plan is not self._plan and self._groups is not None:
             self._run_plan(self._plan, self._groups)  # the rest of a step is done; whole ones follow
 
@@ -223,32 +208,30 @@ class ElasticSession:
         """In the listening thread: end what can no longer succeed. A pipeline that is whole finishes its own work first."""
         if not lost & self._nodes:
             return
-        plan = self._plan
-        mine = plan.pipelines[plan.coordinate(self.rank).pipeline] if self.rank in plan.ranks else None
-        broken = mine is None or any(plan.node(r) in lost for island in mine.islands for r in island)
+        broken = is_broken(self._plan, self.rank, lost)
         self._interrupter.interrupt(*((CROSS_SOCKETS, PIPELINE_SOCKETS) if broken else (CROSS_SOCKETS,)))
 
     def _stand_still(self, *, asks: bool = False) -> Decision:
-        broken = () if self._clean else (ISLAND_SOCKETS,)
+        broken = () if self._partial.clean else (ISLAND_SOCKETS,)
         self._interrupter.interrupt(CROSS_SOCKETS, PIPELINE_SOCKETS, *broken)
         if self._groups is not None:
             self._groups.close()
             self._groups = None
-        if not self._clean:
-            self._finished = frozenset()
+        if not self._partial.clean:
+            self._partial.forget()
         self._interrupter.forget(CROSS_SOCKETS, PIPELINE_SOCKETS)
-        kinds, bare = self._kinds()
+        kinds, bare = self._part.kinds() if self._part is not None else ((), ())
         report = Report(
             committed=self.steps_taken,
             holds=self._holds,
             staged=self._staged.plan.generation if self._staged is not None else -1,
-            finished=tuple(sorted(self._finished)),
+            finished=tuple(sorted(self._partial.finished)),
             totals=astuple(self._totals) if self._totals is not None else (),
             kinds=kinds,
             bare=bare,
             plan=self._plans[self._holds].hash if self._holds >= 0 else evolve(self._plan, generation=0).hash,
             asks=asks,
-            broken=not self._clean,
+            broken=not self._partial.clean,
         )
         begin = time.perf_counter()
         self.link.report(self._generation, **report.to_data())
@@ -259,15 +242,6 @@ class ElasticSession:
             self._interrupter.interrupt(CROSS_SOCKETS, PIPELINE_SOCKETS)
         self._event("agreed", nodes=list(decision.nodes), lost=list(decision.lost), joined=list(decision.joined), seconds=_since(begin))
         return decision
-
-    def _kinds(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What the optimizer keeps, and the parameters with a part here for which it keeps nothing yet."""
-        if self._part is None:
-            return (), ()
-        pairs = [key.split("/", 1) for key in self._part.state() if not key.startswith(f"{WEIGHT}/")]
-        kept = {name for _, name in pairs}
-        bare = tuple(n for n, p in self._part.parameters.items() if n not in kept and local_tensor(p.data).numel())
-        return tuple(dict.fromkeys(kind for kind, _ in pairs)), bare
 
     def _take(self, decision: Decision) -> None:
         """Go on as a decision says; if that is interrupted, as the next one says."""
@@ -296,39 +270,59 @@ class ElasticSession:
     def _settle(self, decision: Decision, store: dist.Store) -> None:
         reports = {rank: Report.from_data(data) for rank, data in decision.reports.items()}
         now = standing(reports)
-        if now.holds < 0:
-            self._begin(decision, store)
+        if now.holds < 0 or (now.committed == 0 and any(r.holds < 0 for r in reports.values())):
+            self._begin(decision, reports, store)
             return
         if self._holds >= 0:
             self._catch_up(now)
-        if any(rank in reports and reports[rank].broken for rank in self._island_ranks):
-            self._clean = False
-            self._make_island(store)
+        if any(rank in reports and reports[rank].broken for rank in self._island.ranks):
+            self._partial.clean = False
+            self._island.make(store, decision.generation)
         base = self._base(decision, reports, now, store)
         living = {rank: r for rank, r in reports.items() if base.node(rank) in decision.nodes}
         found = course(base, living, decision.nodes, generation=decision.generation)
-        if found.plan is None:
-            self._move(base, decision, now, store)
-        else:
+        if found.plan is not None:
             self._reroute(base, found, store)
+            return
+        tells = self.rank == min(living)
+        try:
+            self._move(base, decision, now, store, tells=tells)
+        except StateLost as lost:
+            if now.committed > 0:
+                raise RunError(f"{lost}; {no_way_back(base)}") from None
+            self._begin(decision, reports, store)  # nothing was trained: the seed gives it all again
 
-    def _begin(self, decision: Decision, store: dist.Store) -> None:
-        """The first plan. If nodes were lost before anything was done, the others begin without them."""
-        plan = evolve(self._plan, generation=decision.generation)
-        if set(decision.nodes) != set(plan.nodes):
-            plan = retemplate(plan, decision.nodes, {}, generation=decision.generation)
-            self._built = build(plan, {p.name for p in owned_parameters(plan, self.rank)}, self.device)
-        assert self._built is not None
-        if self._mesh is None:
-            self._make_island(store)
-        others = {r.plan for r in map(Report.from_data, decision.reports.values())}
+    def _begin(self, decision: Decision, reports: Mapping[int, Report], store: dist.Store) -> None:
+        """The first plan. If nodes were lost or came before a step was done, the others begin with those that are there."""
+        others = {r.plan for r in reports.values() if r.holds < 0}
         if len(others) > 1:
             raise RunError(f"the nodes hold different plans ({', '.join(sorted(p[:12] for p in others))}): all need one")
-        if self._part is None:
-            self._part = Part(plan, self.rank, self._mesh, self._built, self._optimizer)
+        plan = evolve(self._first, generation=decision.generation)
+        if set(decision.nodes) != set(plan.nodes):
+            plan = retemplate(plan, decision.nodes, {}, generation=decision.generation)
             self._built = None
-        self._enter(plan, self._grouped(plan, store))
+        if not self._island.made or any(rank in reports and reports[rank].broken for rank in self._island.ranks):
+            self._island.make(store, decision.generation)
+        built = self._built or build(plan, {p.name for p in owned_parameters(plan, self.rank)}, self.device)
+        self._built = None
+        self._part = Part(plan, self.rank, self._island.mesh, built, self._maker.optimizer)
+        self._partial.clean = True
         self._holds, self._plans = plan.generation, {plan.generation: plan}
+        self._partial.forget()
+        groups = self._grouped(plan, store)
+        if self._resume:
+            self._load(plan, store, groups)
+        self._enter(plan, groups)
+
+    def _load(self, plan: Plan, store: dist.Store, groups: Groups) -> None:
+        """Begin where the newest checkpoint ends, if there is one, under whatever plan it was written."""
+        checkpoint = self._keeper.find(store, tells=self.rank == plan.ranks[0])
+        if checkpoint is None:
+            return
+        handover = planned(plan, plan, checkpoint.step, {}, checkpoint)
+        self._part = handover.receive(self._maker, self._part, self._island.mesh, groups.control)
+        self.steps_taken = checkpoint.step
+        self._event("restored", seconds=0.0)
 
     def _catch_up(self, now: Standing) -> None:
         """Commit what others know to be committed: the step whose numbers did not arrive here, the part that was voted for."""
@@ -366,86 +360,77 @@ class ElasticSession:
         mine, left = plan.pipelines[at].microbatches, found.run[at]
         again = left == mine
         if again:
-            self._sums, self._finished, self._kept = StepSums(), frozenset(), {}
-            if self._clean:
+            self._partial.forget()
+            if self._partial.clean:
                 self.part.drop_gradients()
             else:
                 self._rebuild(base)
         else:
-            self._kept = _added(self._kept, self.part.take_gradients())
+            self._partial.keep(self.part.take_gradients())
         partly = any(run != p.microbatches for run, p in zip(found.run, plan.pipelines, strict=True))
         self._enter(plan, self._grouped(plan, store), redo(plan, dict(enumerate(found.run))) if partly else plan)
         self._gain = gain(plan)
+        if min(copies(plan)) == 1 and (self._gain is None or not self._gain.renews):
+            self._keeper.after(self.steps_taken, plan, self.part.state, now=True)  # the last copy of a layer: save what there is
         self._event("rerouted", again=sum(map(len, found.run)), of=plan.microbatches, copies=min(copies(plan)), seconds=_since(begin))
 
     def _rebuild(self, plan: Plan) -> None:
         """A step was cut short inside the model; a part made anew from the same state has no trace of it."""
-        old = self.part
-        part = Part(plan, self.rank, self._mesh, with_memory(self._bare, plan, self.rank, self.device), self._optimizer)
-        part.load(old.state())
-        self._part, self._clean = part, True
+        self._part = self._maker.make(plan, self._island.mesh, self.part.state())
+        self._partial.clean = True
 
-    def _move(self, base: Plan, decision: Decision, now: Standing, store: dist.Store) -> None:
+    def _move(self, base: Plan, decision: Decision, now: Standing, store: dist.Store, *, tells: bool) -> None:
         """Go on over all living nodes in new pipelines: state moves, is verified and voted on, and then replaces what was there."""
         begin = time.perf_counter()
         held = {node: layers for node, layers in layers_held(base).items() if node in decision.nodes}
         plan = retemplate(base, decision.nodes, held, generation=decision.generation)
-        kinds = now.kinds_in(base)
-        rows = plan_holdings(base, now.committed, kinds)
-        moves = transition(
-            tuple(h for h in rows if base.node(h.owner) in decision.nodes),
-            demand(plan, kinds),
-            state_tensors(base, kinds),
-            node_of=plan.node,
-            former=tuple(h for h in rows if base.node(h.owner) not in decision.nodes),
-        )
-        planned = _since(begin)
-        if self._mesh is None:
-            self._make_island(store)
+        handover = self._handover(base, plan, now, store, tells=tells)
+        planning = _since(begin)
+        if not self._island.made:
+            self._island.make(store, decision.generation)
         groups = self._grouped(plan, store)
-        same_everywhere(groups.control, f"{plan.hash}{moves.hash}")
-        grouped = _since(begin) - planned
-        if not self._clean and self._part is not None:
+        same_everywhere(groups.control, f"{plan.hash}{handover.moves.hash}")
+        grouping = _since(begin) - planning
+        if not self._partial.clean and self._part is not None:
             self._rebuild(base)
-        part = self._receive(base, plan, moves, now, groups)
-        staged = _Staged(plan, part, moves.version)
-        self._staged = staged
+        part = handover.receive(self._maker, self._part, self._island.mesh, groups.control)
+        self._staged = _Staged(plan, part, handover.moves.version)
+        moving = _since(begin) - planning - grouping
         same_everywhere(groups.control, "received")  # whoever has the answer of all knows that all have received
-        self._adopt(staged)
+        self._adopt(self._staged)
         self._staged = None
         self._enter(plan, groups)
+        if handover.checkpoint is not None:
+            self._event("restored", lost=now.committed - self.steps_taken)
         self._event(
             "moved",
-            bytes=moves.bytes_moved,
+            bytes=handover.moves.bytes_moved,
             copies=min(copies(plan)),
             pipelines=[len(p.islands) for p in plan.pipelines],
             seconds=_since(begin),
-            planning=planned,
-            groups=grouped,
+            planning=planning,
+            grouping=grouping,
+            moving=moving,
         )
 
-    def _receive(self, base: Plan, plan: Plan, moves: Transition, now: Standing, groups: Groups) -> Part:
-        kinds = now.kinds_in(base)
-        wanted = demand(plan, kinds)
-        needs = {n.tensor: n for n in wanted if n.owner == self.rank}
-        boxes = {h.tensor: h.box for h in plan_holdings(base, now.committed, kinds) if h.owner == self.rank}
-        state = self._part.state() if self._part is not None else {}
-        held = {name: Placed(state[name], box) for name, box in boxes.items() if name in state}
-        shapes = {tensor.name: tensor.shape for tensor in state_tensors(base, kinds)}
-        found = carry_out(moves, self.rank, needs, held, lambda name: dtype_in(plan, name), groups.control)
-        compare_digests(groups.control, moves, wanted, self.rank, held, found, shapes)
-        part = self._part
-        if part is None or not _same_layers(base, plan, self.rank):
-            part = Part(plan, self.rank, self._mesh, with_memory(self._bare, plan, self.rank, self.device), self._optimizer)
-            part.load(part.empty_state() | {name: placed.tensor for name, placed in found.items()})
-        return part
+    def _handover(self, base: Plan, plan: Plan, now: Standing, store: dist.Store, *, tells: bool) -> Handover:
+        """The state of the last step if all of it is left, else that of a checkpoint. Raises StateLost if there is neither."""
+        try:
+            return planned(base, plan, now.committed, now.kinds_in(base))
+        except StateLost:
+            if plan.budget is None or "restore" not in plan.budget.recover:
+                raise
+            checkpoint = self._keeper.find(store, tells=tells)
+            if checkpoint is None:
+                raise
+        return planned(base, plan, checkpoint.step, {}, checkpoint)
 
     def _adopt(self, staged: _Staged) -> None:
         """The new part is everybody's; the old one goes."""
         self._close_engine()
         self._part = staged.part
         self._part.drop_gradients()
-        self._sums, self._finished, self._kept, self._clean = StepSums(), frozenset(), {}, True
+        self._partial = Partial()
         self._holds = staged.plan.generation
         self._plans = {self._holds: staged.plan}
         self.steps_taken = staged.version
@@ -455,26 +440,6 @@ class ElasticSession:
     def _grouped(self, plan: Plan, store: dist.Store) -> Groups:
         return Groups(plan, program(plan, self.rank), store, self.device, timedelta(seconds=plan.silence), self._interrupter)
 
-    @property
-    def _island_ranks(self) -> tuple[int, ...]:
-        size = self._plan.shard_size * self._plan.tensor_size
-        first = self.rank - self.rank % self._plan.ranks_per_node % size
-        return tuple(range(first, first + size))
-
-    def _make_island(self, store: dist.Store) -> None:
-        """The groups of this rank's island, at the start and after it was cut short. It dies with its node: no loss elsewhere interrupts it."""
-        ranks = self._island_ranks
-        if len(ranks) == 1:
-            return
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self._interrupter.forget(ISLAND_SOCKETS)
-        prefix = dist.PrefixStore(f"island{self._generation}", store)
-        timeout = timedelta(seconds=self._plan.silence)
-        with self._interrupter.making(ISLAND_SOCKETS):
-            self._mesh = island_mesh(self._plan, ranks, self.rank, prefix, self.device, timeout)
-            self._mates = CrossGroup(f"mates{ranks[0]}", ranks, self.rank, prefix, torch.device("cpu"), timeout)
-
     def _enter(self, plan: Plan, groups: Groups, first: Plan | None = None) -> None:
         """Put a plan in force; `first` is the plan of the rest of a step that comes before."""
         self._plan, self._groups = plan, groups
@@ -483,12 +448,16 @@ class ElasticSession:
 
     def _run_plan(self, plan: Plan, groups: Groups) -> None:
         self._close_engine()
-        self._engine = Engine.of(plan, program(plan, self.rank), self.part, groups, self._objective, self._kept)
+        self._engine = Engine.of(plan, program(plan, self.rank), self.part, groups, self._objective, self._partial.kept)
 
     def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+    def finish(self) -> None:
+        """Wait for checkpoints that are under way; called after the last step."""
+        self._keeper.wait(self._plan.silence)
 
     def close(self) -> None:
         """Drop all groups."""
@@ -501,33 +470,3 @@ class ElasticSession:
 
 def _since(begin: float) -> float:
     return time.perf_counter() - begin
-
-
-def _same_layers(one: Plan, other: Plan, rank: int) -> bool:
-    """Whether a rank runs the same stages in two plans."""
-    return _stages(one, rank) == _stages(other, rank)
-
-
-def _stages(plan: Plan, rank: int) -> list[tuple[int, int, int, int]]:
-    stages = plan.template(plan.coordinate(rank).pipeline).stages
-    return [(s, stages[s].start, stages[s].stop, len(stages)) for s in plan.stages_of(rank)]
-
-
-def _added(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sums by name; a gradient that is on one side only is taken as it is."""
-    return {n: one[n] + other[n] if n in one and n in other else one.get(n, other.get(n)) for n in one | other}  # type: ignore[misc]
-
-
-def _packed(totals: Totals | None) -> torch.Tensor:
-    """Agreed numbers as one row of integers; the first one tells whether they are known."""
-    if totals is None:
-        return torch.zeros(7, dtype=torch.int64)
-    floats = torch.tensor([totals.loss, totals.squared, totals.over, totals.seconds], dtype=torch.float64).view(torch.int64)
-    return torch.cat([torch.ones(1, dtype=torch.int64), floats, torch.tensor([totals.digest, totals.change], dtype=torch.int64)])
-
-
-def _unpacked(row: torch.Tensor) -> Totals | None:
-    if not int(row[0]):
-        return None
-    loss, squared, over, seconds = row[1:5].contiguous().view(torch.float64).tolist()
-    return Totals(loss, squared, over, int(row[5]), bool(row[6]), seconds)

@@ -35,7 +35,8 @@ _HASH_MASK = (1 << 63) - 1
 @frozen
 class Totals:
     """What all ranks agree on at the end of a step. `loss` and `squared` are sums before the division by `over`, the tokens that count (1 if
-    samples are counted); `change` tells that some rank was asked to stop at this boundary; `seconds` are those of the slowest rank's step before.
+    samples are counted); `change` tells that some rank was asked to stop at this boundary; `seconds` are those of the slowest rank's step before; `saved` is the newest
+    step of which every rank has its share of a checkpoint on disk.
     """
 
     loss: float
@@ -44,6 +45,7 @@ class Totals:
     digest: int
     change: bool = False
     seconds: float = 0.0
+    saved: int = 0
 
     @property
     def norm(self) -> float:
@@ -96,11 +98,13 @@ class Engine:
         device = self.groups.device
         return self.executor.step({m: {n: t.to(device) for n, t in batch.items()} for m, batch in rows.items()})
 
-    def sum_up(self, sums: StepSums, ids: Mapping[int, Sequence[int]], *, change: bool = False, seconds: float = 0.0) -> Totals:
+    def sum_up(
+        self, sums: StepSums, ids: Mapping[int, Sequence[int]], *, change: bool = False, seconds: float = 0.0, saved: int = 0
+    ) -> Totals:
         """Wait for the gradients of all ranks and agree on the numbers of the step. Raises RunError if a peer is gone or silent."""
         with in_words(lambda: f"at the sums of step {self.step}", self.plan.silence):
             self.gradients = self.reducer.finish()
-            return self._agree(sums, self.reducer.squared_norm(self.gradients), ids, change=change, seconds=seconds)
+            return self._agree(sums, self.reducer.squared_norm(self.gradients), ids, change=change, seconds=seconds, saved=saved)
 
     @torch.no_grad()
     def apply(self, totals: Totals) -> None:
@@ -130,7 +134,9 @@ class Engine:
         key = f"{self.plan.job.seed}/{self.step}/{self._microbatch}/{shard}/{layer}"
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
 
-    def _agree(self, sums: StepSums, squared: float, ids: Mapping[int, Sequence[int]], *, change: bool, seconds: float) -> Totals:
+    def _agree(
+        self, sums: StepSums, squared: float, ids: Mapping[int, Sequence[int]], *, change: bool, seconds: float, saved: int
+    ) -> Totals:
         """The sums over all ranks, equal to the bit on each: every rank adds the same numbers in the same order."""
         at = self.plan.coordinate(self.program.rank)
         last = self.plan.template(at.pipeline).stages[-1].position
@@ -139,11 +145,11 @@ class Engine:
         loss, tokens = (sums.loss, sums.tokens) if counts else (0.0, 0)
         if self.groups.control is not None:
             numbers = torch.tensor([loss, squared, seconds], dtype=torch.float64).view(torch.int64)
-            mine = torch.cat([numbers, torch.tensor([tokens, digest, change], dtype=torch.int64)]).to(self.groups.device)
+            mine = torch.cat([numbers, torch.tensor([tokens, digest, change, saved], dtype=torch.int64)]).to(self.groups.device)
             everyone = torch.stack(self.groups.control.gather(mine)).cpu()
             floats = everyone[:, :3].contiguous().view(torch.float64)
             loss, squared = floats[:, :2].sum(dim=0).tolist()
             seconds = float(floats[:, 2].max())
             tokens, digest = int(everyone[:, 3].sum()), sum(everyone[:, 4].tolist()) & _HASH_MASK
-            change = bool(everyone[:, 5].any())
-        return Totals(loss, squared, float(tokens) if self.objective.over_tokens else 1.0, digest, change, seconds)
+            change, saved = bool(everyone[:, 5].any()), int(everyone[:, 6].min())
+        return Totals(loss, squared, float(tokens) if self.objective.over_tokens else 1.0, digest, change, seconds, saved)

@@ -7,13 +7,14 @@ message carries a checksum of its bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from attrs import frozen
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.boxes import Box, box_shape
+from pdsl.lowering.cells import inside
 from pdsl.lowering.holdings import SCALARS, Need
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.transition import Message, Move, Transition
@@ -105,7 +106,7 @@ def _pack(message: Message, found: Mapping[str, Placed], held: Mapping[str, Plac
     for move in message.moves:
         if move.tensor not in held and move.tensor not in found:
             raise RunError(f"{move.tensor} is to be sent to rank {message.target}, and is not here")
-        parts.append(_have(move.tensor, held, found).part(move.box).contiguous().reshape(-1).view(torch.uint8))
+        parts.append(_have(move.tensor, move.box, held, found).part(move.box).contiguous().reshape(-1).view(torch.uint8))
     values = torch.cat(parts)
     check = torch.tensor([checksum(values) & _MASK], dtype=torch.int64, device=values.device).view(torch.uint8)
     return torch.cat([values, check])
@@ -138,41 +139,30 @@ def same_everywhere(group: CrossGroup | None, text: str) -> None:
 def compare_digests(
     group: CrossGroup | None,
     moves: Transition,
-    needs: Iterable[Need],
     rank: int,
     held: Mapping[str, Placed],
     found: Mapping[str, Placed],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Every tensor that moved is the same as a whole at those who gave it and at those who have it now. Raises RunError if not.
-
-    `needs` are those of all ranks. Of each box that several ranks need, the first counts it.
-    """
+    """What moved is the same as a whole at those who gave it and at those who have it now. Raises RunError if not; all ranks come here."""
     if group is None or not moves.rounds:
         return
-    moved = {m.tensor for m in moves.moves}
-    first: dict[tuple[str, Box], int] = {}
-    for n in needs:
-        if n.tensor in moved:
-            first[n.tensor, n.box] = min(n.owner, first.get((n.tensor, n.box), n.owner))
-    owners = {(owner, tensor) for (tensor, _), owner in first.items()}
-    given = [(n.owner, n.tensor, n.box) for n in moves.kept if (n.owner, n.tensor) in owners]
-    given += [(m.source, m.tensor, m.box) for m in moves.moves if (m.target, m.tensor) in owners]
-    before = sum(_digest(_have(tensor, held, found), box, shapes[tensor]) for source, tensor, box in given if source == rank)
-    after = sum(_digest(found[tensor], box, shapes[tensor]) for (tensor, box), owner in first.items() if owner == rank)
+    before = sum(_digest(held[n.tensor], n.box, shapes[n.tensor]) for n in moves.cover_before if n.owner == rank)
+    after = sum(_digest(found[n.tensor], n.box, shapes[n.tensor]) for n in moves.cover_after if n.owner == rank)
     mine = torch.tensor([before & _MASK, after & _MASK], dtype=torch.int64, device=group.device)
     everyone = torch.stack(group.gather(mine)).tolist()
     if (sum(b for b, _ in everyone) - sum(a for _, a in everyone)) & _MASK:
-        raise RunError(f"{len(moved)} tensors were moved, and together they are not what they were: the digests before and after differ")
+        raise RunError("tensors were moved, and together they are not what they were: the digests before and after differ")
 
 
 def _digest(placed: Placed, box: Box, shape: tuple[int, ...]) -> int:
     return digest(placed.part(box), box, shape)
 
 
-def _have(tensor: str, held: Mapping[str, Placed], found: Mapping[str, Placed]) -> Placed:
-    """What this rank had of a tensor; what came in an earlier round may be sent on too."""
-    return held[tensor] if tensor in held else found[tensor]
+def _have(tensor: str, box: Box, held: Mapping[str, Placed], found: Mapping[str, Placed]) -> Placed:
+    """What this rank has of a box: what it held, or what came in an earlier round and is sent on."""
+    mine = held.get(tensor)
+    return mine if mine is not None and inside(box, mine.box) else found[tensor]
 
 
 def _unpack(message: Message, buffer: torch.Tensor, found: Mapping[str, Placed]) -> None:

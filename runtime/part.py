@@ -70,6 +70,13 @@ class Part:
         weights = {f"{WEIGHT}/{name}": local_tensor(p.data) for name, p in self.tensors.items()}
         return weights | self.optimizer.state()
 
+    def kinds(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the optimizer keeps, and the parameters with a part here for which it keeps nothing yet."""
+        pairs = [key.split("/", 1) for key in self.optimizer.state()]
+        kept = {name for _, name in pairs}
+        bare = tuple(n for n, p in self.parameters.items() if n not in kept and local_tensor(p.data).numel())
+        return tuple(dict.fromkeys(kind for kind, _ in pairs)), bare
+
     def empty_state(self) -> dict[str, torch.Tensor]:
         """The weights of which this rank has no element: nobody sends them."""
         return {key: value for key, value in self.state().items() if key.startswith(f"{WEIGHT}/") and not value.numel()}

@@ -7,8 +7,9 @@ nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
@@ -16,9 +17,21 @@ from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.probe_rows import read_rows
 
-__all__ = ["Batch", "rank_rows", "read_rows", "row_hash", "split_batch", "step_indices", "steps_per_epoch"]
+__all__ = ["Batch", "Samples", "rank_rows", "read_rows", "row_hash", "split_batch", "step_indices", "steps_per_epoch"]
 
 Batch = Mapping[str, torch.Tensor]
+
+
+class Samples(Protocol):
+    """Where the rows of a step come from, on any rank and as often as asked."""
+
+    def ids(self, step: int, places: Sequence[int]) -> Sequence[int]:
+        """Sample ids at places of the global batch of a step."""
+        ...
+
+    def rows(self, ids: Sequence[int]) -> Batch:
+        """The rows of samples."""
+        ...
 
 
 def steps_per_epoch(size: int, batch: int) -> int:

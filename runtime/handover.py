@@ -1,0 +1,109 @@
+"""A rank's next part out of a transition: state that is kept, received or read becomes the part of another plan, and is compared as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from attrs import frozen
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pdsl.grammar.errors import RunError
+from pdsl.lowering.holdings import Holding, demand, plan_holdings, state_tensors
+from pdsl.lowering.plan import Plan
+from pdsl.lowering.transition import Move, Transition, transition
+from pdsl.runtime.checkpoint import Checkpoint
+from pdsl.runtime.groups import CrossGroup
+from pdsl.runtime.moves import Placed, carry_out, compare_digests, dtype_in
+from pdsl.runtime.optimizer import OptimizerFactory
+from pdsl.runtime.part import Part, with_memory
+
+__all__ = ["Handover", "PartMaker", "planned"]
+
+
+@frozen
+class PartMaker:
+    """Makes parts of one rank from the bare model."""
+
+    rank: int
+    bare: nn.Module
+    device: torch.device
+    optimizer: OptimizerFactory | None = None
+
+    def make(self, plan: Plan, mesh: DeviceMesh | None, state: Mapping[str, torch.Tensor]) -> Part:
+        """A part with this state."""
+        part = Part(plan, self.rank, mesh, with_memory(self.bare, plan, self.rank, self.device), self.optimizer)
+        part.load(part.empty_state() | dict(state))
+        return part
+
+
+@frozen(eq=False)
+class Handover:
+    """A transition from what is held under `base` to `plan`, and what it takes to carry it out.
+
+    `kinds` are the kinds of state by parameter that exist at the version of the transition.
+    """
+
+    base: Plan
+    plan: Plan
+    moves: Transition
+    kinds: Mapping[str, tuple[str, ...]]
+    checkpoint: Checkpoint | None = None
+
+    def receive(self, maker: PartMaker, part: Part | None, mesh: DeviceMesh | None, group: CrossGroup | None) -> Part:
+        """This rank's part under the new plan; the old one is not changed, and is given back if it is the same. Raises RunError if state is damaged."""
+        rank, held = maker.rank, {}
+        if part is not None and self.checkpoint is None:
+            state = part.state()
+            boxes = {h.tensor: h.box for h in plan_holdings(self.base, 0, self.kinds) if h.owner == rank}
+            held = {name: Placed(state[name], box) for name, box in boxes.items() if name in state}
+        needs = {n.tensor: n for n in demand(self.plan, self.kinds) if n.owner == rank}
+        found = carry_out(self.moves, rank, needs, held, lambda name: dtype_in(self.plan, name), group, self._reader())
+        shapes = {t.name: t.shape for t in state_tensors(self.base, self.kinds)}
+        compare_digests(group, self.moves, rank, held, found, shapes)
+        if part is not None and self.checkpoint is None and _same_layers(self.base, self.plan, rank):
+            return part
+        return maker.make(self.plan, mesh, {name: placed.tensor for name, placed in found.items()})
+
+    def _reader(self) -> Callable[[Move], torch.Tensor] | None:
+        checkpoint = self.checkpoint
+        return None if checkpoint is None else lambda move: checkpoint.read(move.tensor, move.box)
+
+
+def planned(base: Plan, plan: Plan, version: int, kinds: Mapping[str, tuple[str, ...]], checkpoint: Checkpoint | None = None) -> Handover:
+    """The handover of the state after `version` steps, or of what a checkpoint has.
+
+    Raises StateLost if a part of it is nowhere, RunError if the checkpoint is of another model.
+    """
+    alive = set(plan.nodes)
+    rows = plan_holdings(base, version, kinds)
+    if checkpoint is None:
+        held: tuple[Holding, ...] = tuple(h for h in rows if base.node(h.owner) in alive)
+        former = tuple(h for h in rows if base.node(h.owner) not in alive)
+    else:
+        held, former, kinds = checkpoint.holdings(), (), checkpoint.kinds
+        _check_model(plan, checkpoint)
+    moves = transition(held, demand(plan, kinds), state_tensors(plan, kinds), node_of=plan.node, former=former)
+    return Handover(base, plan, moves, kinds, checkpoint)
+
+
+def _check_model(plan: Plan, checkpoint: Checkpoint) -> None:
+    there = {t.name.partition("/")[2]: t.shape for t in checkpoint.tensors if t.name.startswith("weight/")}
+    ours = {p.name: p.shape for p in plan.facts.parameters}
+    if there != ours:
+        name = next(n for n in (*ours, *there) if there.get(n) != ours.get(n))
+        raise RunError(
+            f"the checkpoint of step {checkpoint.step} is of another model: it has {name} as {there.get(name, 'nothing')}, "
+            f"the plan as {ours.get(name, 'nothing')}"
+        )
+
+
+def _same_layers(one: Plan, other: Plan, rank: int) -> bool:
+    """Whether a rank runs the same stages in two plans."""
+    return rank in one.ranks and _stages(one, rank) == _stages(other, rank)
+
+
+def _stages(plan: Plan, rank: int) -> list[tuple[int, int, int, int]]:
+    stages = plan.template(plan.coordinate(rank).pipeline).stages
+    return [(s, stages[s].start, stages[s].stop, len(stages)) for s in plan.stages_of(rank)]

@@ -174,3 +174,18 @@ def _finished(ranks: Sequence[int], reports: Mapping[int, Report], now: Standing
         return frozenset()
     found = {frozenset(r.finished) for r in mine if r is not None}
     return found.pop() if len(found) == 1 else frozenset()
+
+
+def is_broken(plan: Plan, rank: int, lost: Collection[int]) -> bool:
+    """Whether the pipeline of a rank has lost an island; one that has no pipeline yet has nothing to finish either."""
+    if rank not in plan.ranks:
+        return True
+    mine = plan.pipelines[plan.coordinate(rank).pipeline]
+    return any(plan.node(r) in lost for island in mine.islands for r in island)
+
+
+def no_way_back(plan: Plan) -> str:
+    """Why no checkpoint helps, to end a message with."""
+    if plan.budget is not None and "restore" not in plan.budget.recover:
+        return f"recover = [{', '.join(plan.budget.recover)}] does not allow to go back to a checkpoint"
+    return "there is no checkpoint to go back to" + ("" if plan.saving is not None else ": the spec has no checkpoint block")

@@ -71,6 +71,7 @@ class ElasticSession:
         *,
         resume: bool = False,
         optimizer: OptimizerFactory | None = None,
+        chaos: Callable[[str, int], None] = lambda point, step: None,
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
         on_step: Callable[[StepResult], None] = lambda result: None,
     ) -> None:
@@ -86,6 +87,7 @@ class ElasticSession:
         self._generation = -1
         self._nodes = frozenset(plan.nodes)
         self._resume = resume
+        self._chaos = chaos
         self._on_event, self._on_step = on_event, on_step
         self._objective = make_objective(plan.job)
         self._interrupter = Interrupter()
@@ -148,12 +150,16 @@ class ElasticSession:
         assert engine is not None
         self._began = time.perf_counter()
         engine.step = self.steps_taken
+        self._at("compute")
         self._partial.clean = False
         sums = engine.compute({m: self.samples.rows(ids) for m, ids in self._ids(engine.plan).items()})
         self._partial.clean = True
         self._partial.add(sums, engine.plan.pipelines[engine.plan.coordinate(self.rank).pipeline].microbatches)
+        self._at("sums")
         totals = self._sum_up(engine)
+        self._at("commit")
         self._commit(engine, totals)
+        self._at("applied")
         if totals.change:
             self._take(self._stand_still())
 
@@ -233,6 +239,7 @@ class ElasticSession:
             asks=asks,
             broken=not self._partial.clean,
         )
+        self._at("agree")
         begin = time.perf_counter()
         self.link.report(self._generation, **report.to_data())
         decision = self.link.decision()
@@ -258,6 +265,7 @@ class ElasticSession:
     def _regrouping(self, decision: Decision) -> Iterator[dist.Store]:
         """The store of a decision. Within, whatever torch says of connections is a fault of a peer."""
         self._generation = decision.generation
+        self._at("group")
         timeout = timedelta(seconds=self._plan.silence)
         try:
             with self._interrupter.making(CROSS_SOCKETS):
@@ -393,10 +401,13 @@ class ElasticSession:
         grouping = _since(begin) - planning
         if not self._partial.clean and self._part is not None:
             self._rebuild(base)
+        self._at("move")
         part = handover.receive(self._maker, self._part, self._island.mesh, groups.control)
         self._staged = _Staged(plan, part, handover.moves.version)
         moving = _since(begin) - planning - grouping
+        self._at("vote")
         same_everywhere(groups.control, "received")  # whoever has the answer of all knows that all have received
+        self._at("enter")
         self._adopt(self._staged)
         self._staged = None
         self._enter(plan, groups)
@@ -448,7 +459,9 @@ class ElasticSession:
 
     def _run_plan(self, plan: Plan, groups: Groups) -> None:
         self._close_engine()
-        self._engine = Engine.of(plan, program(plan, self.rank), self.part, groups, self._objective, self._partial.kept)
+        engine = Engine.of(plan, program(plan, self.rank), self.part, groups, self._objective, self._partial.kept)
+        engine.executor.before_backward = lambda: self._at("backward")
+        self._engine = engine
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -463,6 +476,9 @@ class ElasticSession:
         """Drop all groups."""
         if self._groups is not None:
             self._groups.close()
+
+    def _at(self, point: str) -> None:
+        self._chaos(point, self.steps_taken)
 
     def _event(self, event: str, **what: Any) -> None:
         self._on_event({"event": event, "generation": self._generation, "step": self.steps_taken, **what})

@@ -62,6 +62,7 @@ class Executor:
     reducer: Reducer
     units: Units | None
     before_forward: Callable[[int, int], None] | None = None
+    before_backward: Callable[[], None] | None = None
     _inputs: dict[int, tuple[BoundaryTensor, ...]] = field(init=False)
     _last_backward: frozenset[int] = field(init=False)
     _own_stages: tuple[int, ...] = field(init=False)
@@ -163,6 +164,8 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
+        if self.before_backward is not None:
+            self.before_backward()
         flying = self._flying.pop((stage, microbatch))
         if stage + 1 == len(self._inputs):
             if flying.outputs[0].requires_grad:

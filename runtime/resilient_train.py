@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import asdict
 
 from pdsl.grammar.errors import PdslError
 from pdsl.lowering.plan import Plan
+from pdsl.runtime.chaos import Chaos, Fault
 from pdsl.runtime.elastic import ElasticSession
 from pdsl.runtime.link import Link
 from pdsl.runtime.rows import Batch, read_rows, step_indices, steps_per_epoch
@@ -36,8 +37,11 @@ class _DataSet:
         return read_rows(self._data, ids)
 
 
-def train_resilient(plan: Plan, rank: int, link: Link, *, steps: int | None = None) -> None:
-    """Train `steps` steps (the plan's own count if None) as one rank, through losses and joins.
+def train_resilient(
+    plan: Plan, rank: int, link: Link, *, steps: int | None = None, resume: bool = False, faults: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Train `steps` steps (the plan's own count if None) as one rank, through losses and joins. `resume` begins where the newest
+    checkpoint of the spec ends; `faults` are faults on purpose, see `Chaos`.
 
     Every step is told once by each node, as an event "step" with the fields of a StepResult; so is what happens in between. Raises ModelError, RunError or
     NotExecuted with a message for the user.
@@ -57,7 +61,16 @@ def train_resilient(plan: Plan, rank: int, link: Link, *, steps: int | None = No
         return session.steps_taken in (0, session.fault_step)
 
     link.is_fatal = is_fatal
-    session = ElasticSession(plan, rank, link, _DataSet(plan), on_event=link.tell if speaks else _unheard, on_step=told)
+    session = ElasticSession(
+        plan,
+        rank,
+        link,
+        _DataSet(plan),
+        resume=resume,
+        chaos=Chaos(rank, map(Fault.from_data, faults)),
+        on_event=link.tell if speaks else _unheard,
+        on_step=told,
+    )
     try:
         session.start()
         gc.collect()
@@ -65,6 +78,7 @@ def train_resilient(plan: Plan, rank: int, link: Link, *, steps: int | None = No
         while True:
             while session.steps_taken < total:
                 session.step()
+            session.finish()
             if link.done():
                 return
             session.recover("a node was lost before all ranks were done")

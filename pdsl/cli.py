@@ -112,6 +112,14 @@ def arguments() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argument
     run.add_argument("--log-dir", metavar="FOLDER", help="write what each rank has to say into a file of its own")
     _spec_options(run)
 
+    agent = commands.add_parser(
+        "agent",
+        help="run one node of many",
+        description="Run one node of a plan with a fault budget; on each machine one. SIGTERM lets the node leave at the next boundary of steps.",
+    )
+    _agent_options(agent)
+    _spec_options(agent)
+
     verify = commands.add_parser(
         "verify", help="compare the plan with one process", description="Run a few steps of the plan and compare with one process."
     )
@@ -166,6 +174,24 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
     times.add_argument("--checkpoint-seconds", type=_not_below_zero, metavar="S", help="standing still while a checkpoint is written")
     times.add_argument("--checkpoint-every", type=_positive, metavar="N", help="steps from one checkpoint to the next")
     _spec_options(parser)
+
+
+def _agent_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a .pdsl file, or a plan that was written with -o; the same on every machine")
+    parser.add_argument(
+        "--rendezvous",
+        required=True,
+        metavar="HOST:PORT[,...]",
+        help="where the agents meet: addresses of nodes, the same everywhere; who comes later finds any of them that lives",
+    )
+    parser.add_argument("--node", type=int, metavar="K", help="the number of this node (default: the first that is free)")
+    parser.add_argument("--host", metavar="ADDRESS", help="the address at which the others reach this machine (default: found by itself)")
+    parser.add_argument("--patience", type=float, default=300.0, metavar="SECONDS", help="how long to wait for the others (default: 300)")
+    parser.add_argument(
+        "--steps", type=_positive, metavar="N", help="steps to take instead of those of the spec; the same on every machine"
+    )
+    parser.add_argument("--metrics", metavar="FILE", help="write one JSON object a step, as this node sees it")
+    parser.add_argument("--log-dir", metavar="FOLDER", help="write what each rank has to say into a file of its own")
 
 
 def _spec_options(parser: argparse.ArgumentParser) -> None:

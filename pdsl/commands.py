@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdsl.lowering.spec import Spec
     from pdsl.render.terminal import Terminal
 
-__all__ = ["check", "explain", "init", "plan", "run", "simulate", "verify"]
+__all__ = ["agent", "check", "explain", "init", "plan", "run", "simulate", "verify"]
 
 
 # --- check ----------------------------------------------------------------------------------------------------------------------------------
@@ -203,6 +203,14 @@ def run(options: argparse.Namespace) -> int:
     if report.metrics is not None:
         sys.stdout.write(f"metrics are in {report.metrics}\n")
     return CLEAN
+
+
+def agent(options: argparse.Namespace) -> int:
+    """`pdsl agent FILE`."""
+    from pdsl.agent_command import start_agent
+
+    made, _ = _plan_of(options)
+    return start_agent(options, made)
 
 
 def verify(options: argparse.Namespace) -> int:

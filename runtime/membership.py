@@ -148,7 +148,7 @@ class Membership(Agreement):
             case "over" | "bye":
                 self._over()
             case "fatal":
-                self._end(f"rank {message['rank']} failed", {"kind": "bye", "reason": "the run has failed"})
+                self._end(f"rank {message['rank']} failed: {message['reason']}", {"kind": "bye", "reason": "the run has failed"})
 
     def _hear_standing(self, node: int, message: Message, now: float) -> None:
         if message["decided"] is not None:
@@ -189,7 +189,7 @@ class Membership(Agreement):
 
     def _rank_ended(self, rank: int, reason: str, *, fatal: bool) -> None:
         if fatal:
-            self._tell_all({"kind": "fatal", "rank": rank})
+            self._tell_all({"kind": "fatal", "rank": rank, "reason": reason})
             self._end(f"rank {rank} failed: {reason}", {"kind": "bye", "reason": f"rank {rank}: {reason}"})
             return
         self._end_node(f"rank {rank}: {reason}")

@@ -14,17 +14,17 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pdsl.lowering.plan import Plan
-from pdsl.runtime.agents import Agent, Identity
-from pdsl.runtime.ranks import Work, die_with_parent, fork_rank, task_of
-from pdsl.runtime.wire import Channel, Lines, Message
+from pdsl.runtime.agents import host_node
+from pdsl.runtime.peers import Identity
+from pdsl.runtime.ranks import Work, die_with_parent, ranks_of, task_of
+from pdsl.runtime.wire import Channel, Lines, Message, listen
 
-__all__ = ["host_node", "main"]
+__all__ = ["main"]
 
 
 def main() -> int:
@@ -139,52 +139,7 @@ def _simulated(order: Message) -> int:
     work = Work(plan, order["task"], order["arguments"], order["threads"], silence, order["log_directory"])
     upstream = Channel(socket.create_connection(("127.0.0.1", order["port"])))
     identity = Identity(node, ranks_of(plan, node), "127.0.0.1", order["secret"], silence)
-    return host_node(work, identity, upstream=upstream).run()
-
-
-def ranks_of(plan: Plan, node: int) -> tuple[int, ...]:
-    """The ranks of a node, also of one that is in no plan yet."""
-    return tuple(range(node * plan.ranks_per_node, (node + 1) * plan.ranks_per_node))
-
-
-def host_node(
-    work: Work, identity: Identity, *, upstream: Channel | None = None, tell: Callable[[Message], None] | None = None, port: int = 0
-) -> Agent:
-    """Fork the ranks of this node and make their agent, which listens at `identity.host` and a port (0: any free one).
-
-    Raises OSError if it cannot listen there.
-    """
-    listener = listen(identity.host, port)
-    foreign: list[Any] = [listener] if upstream is None else [listener, upstream.socket]
-    ranks = []
-    for rank in identity.ranks:
-        found = fork_rank(work, rank, foreign)
-        ranks.append(found)
-        foreign.append(found.channel.socket)
-    if upstream is not None:
-        address = listener.getsockname()[1]
-        pids = {str(rank.rank): rank.pid for rank in ranks}
-        upstream.send(
-            {
-                "kind": "hello",
-                "node": identity.node,
-                "secret": identity.secret,
-                "port": address,
-                "host": identity.host,
-                "pid": os.getpid(),
-                "ranks": pids,
-            }
-        )
-    return Agent(identity, tuple(ranks), listener, upstream=upstream, tell=tell)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises OSError if it cannot."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen(1024)
-    return listener
+    return host_node(work, identity, listen(identity.host, 0), upstream=upstream).run()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pdsl.runtime.link import Link
 from pdsl.runtime.view import BEATS
 from pdsl.runtime.wire import Channel
 
-__all__ = ["TASKS", "RankProcess", "Work", "die_with_parent", "fork_rank", "in_words_of_status", "task_of"]
+__all__ = ["TASKS", "RankProcess", "Work", "die_with_parent", "fork_rank", "in_words_of_status", "ranks_of", "task_of"]
 
 TASKS = {"train": "pdsl.runtime.resilient_train:train_resilient"}
 """What ranks can do, by name: `function(plan, rank, link, **arguments)`."""
@@ -93,6 +93,11 @@ def task_of(name: str) -> Callable[..., Any]:
     except (ImportError, AttributeError) as error:
         raise RunError(f"the task {name!r} cannot be imported: {error}") from None
     return found
+
+
+def ranks_of(plan: Plan, node: int) -> tuple[int, ...]:
+    """The ranks of a node, also of one that is in no plan yet."""
+    return tuple(range(node * plan.ranks_per_node, (node + 1) * plan.ranks_per_node))
 
 
 def die_with_parent() -> None:

@@ -27,7 +27,7 @@ from pdsl.grammar.errors import RankError, RunError
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.launch import make_folder, reason_of
 from pdsl.runtime.ranks import TASKS, in_words_of_status
-from pdsl.runtime.wire import Channel, Message
+from pdsl.runtime.wire import Channel, Message, listen
 
 __all__ = ["Cluster", "Nursery", "launch_resilient"]
 
@@ -240,8 +240,6 @@ class Cluster:
 
     def start(self) -> None:
         """Start all nodes of the plan and wait until they know each other. Raises RunError if that fails."""
-        from pdsl.runtime.nursery import listen
-
         try:
             self._listener = listen("127.0.0.1", self._port)
         except OSError as error:

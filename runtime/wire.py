@@ -12,7 +12,7 @@ from typing import Any
 
 from pdsl.grammar.errors import RunError
 
-__all__ = ["LIMIT", "Channel", "Lines", "Message", "WireError", "encode"]
+__all__ = ["LIMIT", "Channel", "Lines", "Message", "WireError", "encode", "listen"]
 
 LIMIT = 64 << 20
 """Bytes of the longest line. The longest that is ever needed is a decision: the reports of all ranks."""
@@ -38,20 +38,20 @@ class Lines:
     """Takes bytes as they come and gives whole messages."""
 
     def __init__(self, limit: int = LIMIT) -> None:
-        self._limit = limit
+        self.limit = limit
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises WireError for a line that is too long, no JSON, or no object."""
         start = len(self._rest)
         self._rest += data
-        if data.find(b"\n") < 0 and len(self._rest) <= self._limit:
+        if data.find(b"\n") < 0 and len(self._rest) <= self.limit:
             return []
         end = self._rest.rfind(b"\n", start)
         lines = bytes(self._rest[: end + 1]).split(b"\n")[:-1]
         del self._rest[: end + 1]
-        if len(self._rest) > self._limit or any(len(line) > self._limit for line in lines):
-            raise WireError(f"a line is longer than {self._limit} bytes")
+        if len(self._rest) > self.limit or any(len(line) > self.limit for line in lines):
+            raise WireError(f"a line is longer than {self.limit} bytes")
         return [_decode(line) for line in lines]
 
 
@@ -80,6 +80,10 @@ class Channel:
 
     def fileno(self) -> int:
         return self.socket.fileno()
+
+    def widen(self, limit: int) -> None:
+        """Take longer messages from now on: it is known who speaks."""
+        self._limit = self._lines.limit = limit
 
     @property
     def pending(self) -> bool:
@@ -139,3 +143,16 @@ class Channel:
         self.open = False
         self._out.clear()
         self.socket.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError if it cannot."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -15,6 +15,7 @@ SURFACE = {
     "check": (["files"], {"--format", "--no-model", "--stdin-filename", "--fail-on", *SPEC}),
     "plan": (["file"], {"-o", "--output", "--format", "--svg", "--origins", "--print-after", *SPEC}),
     "run": (["file"], {"--steps", "--metrics", "--log-dir", "--port", *SPEC}),
+    "agent": (["file"], {"--rendezvous", "--node", "--host", "--patience", "--steps", "--metrics", "--log-dir", *SPEC}),
     "verify": (["file"], {"--steps", "--tolerance", *SPEC}),
     "simulate": (
         ["file"],
@@ -64,7 +65,7 @@ def test_every_option_has_a_line_of_help(command):
     ("argv", "told"),
     [
         (["chek", "x.pdsl"], "there is no command 'chek'; did you mean check?"),
-        (["train", "x.pdsl"], "there is no command 'train'; there are check, plan, run, verify, simulate, explain, init"),
+        (["train", "x.pdsl"], "there is no command 'train'; there are check, plan, run, agent, verify, simulate, explain, init"),
         (["check", "--no-modle", "x.pdsl"], "unknown option --no-modle; did you mean --no-model?"),
         (["check", "--form", "json", "x.pdsl"], "unknown option --form; did you mean --format?"),
         (["check", "--format", "jsn", "x.pdsl"], "invalid choice: 'jsn'"),

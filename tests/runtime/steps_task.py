@@ -86,7 +86,8 @@ def _steps(
             raise Interrupted(committed) from None
         committed = step
         if rank % plan.ranks_per_node == 0:
-            link.tell({"event": "step", "step": step, "generation": decision.generation})
+            nothing = {"loss": 0.0, "grad_norm": 0.0, "samples": 1, "seconds": pace, "digest": ""}
+            link.tell({"event": "step", "step": step, "generation": decision.generation, **nothing})
         if change:
             return committed
     return committed

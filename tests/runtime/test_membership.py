@@ -411,8 +411,8 @@ def test_a_loss_is_told_to_ranks_and_to_the_others_at_once():
 
 def test_a_fatal_error_of_a_rank_ends_everybody():
     actions = machine().handle(RankEnded(1, "ValueError: no", fatal=True), 0.0)
-    assert Send(1, {"kind": "fatal", "rank": 1}) in actions
-    assert Send(2, {"kind": "fatal", "rank": 1}) in actions
+    assert Send(1, {"kind": "fatal", "rank": 1, "reason": "ValueError: no"}) in actions
+    assert Send(2, {"kind": "fatal", "rank": 1, "reason": "ValueError: no"}) in actions
     assert any(isinstance(a, End) and a.status == 1 for a in actions)
 
 

@@ -83,8 +83,8 @@ class Proof:
 
     @property
     def renewed(self) -> bool:
-        """Whether the promise holds again after any loss that it covers."""
-        return self.holds and self.losses_until_broken > self.outline.lost
+        """Whether the promise holds again after any loss that it covers. Of domains that depends on where the next plan puts its copies."""
+        return self.holds and self.domain == 1 and self.losses_until_broken > self.outline.lost
 
     @property
     def silent(self) -> int:
@@ -151,8 +151,12 @@ def _state(plan: Plan, budget: Budget, outline: Outline, held: _Holders) -> Clai
     units = _units(nodes, budget.domain)
     layer = plan.facts.layers[p.layers[0]].name
     if len(units) > budget.lose:
-        unit = "node" if budget.domain == 1 else f"domain of {budget.domain} nodes"
-        return Claim("state survives", f"every layer is whole on at least {_count(len(units), unit)}; {budget.lose + 1} would do")
+        where = (
+            f"on at least {_count(len(units), 'node')}"
+            if budget.domain == 1
+            else f"in at least {len(units)} domains of {budget.domain} nodes"
+        )
+        return Claim("state survives", f"every layer is whole {where}; {budget.lose + 1} would do")
     victims = tuple(n for n in plan.nodes if n // budget.domain in units)
     if budget.domain > 1:
         told = f"all copies of {layer} are in {_count(len(units), 'domain')} of {budget.domain} nodes"

@@ -198,13 +198,24 @@ def _bottleneck(room: _Room) -> int:
     low = max(widest, -(-sums[-1] // room.stages))  # nothing below can do
     high = min(sums[-1], low + widest)
     while low < high:
-        middle = (low + high) // 2
-        ends = room.greedy(middle)
-        if ends is None:
-            low = middle + 1
-        else:
-            high = max(sums[b] - sums[a] for a, b in pairwise((0, *ends)))
+        enough, nearest = _walk(sums, room.stages, (low + high) // 2)
+        low, high = (low, nearest) if enough else (nearest, high)
     return high
+
+
+def _walk(sums: tuple[int, ...], stages: int, most: int) -> tuple[bool, int]:
+    """Whether so many stages of up to `most` FLOPs reach the end, and the nearest other value worth trying: the largest stage of that walk, or the
+    least with which one of its stages would have reached farther.
+    """
+    last, at, largest, farther = len(sums) - 1, 0, 0, sums[-1]
+    for _ in range(stages):
+        begin = sums[at]
+        at = bisect_right(sums, begin + most, at) - 1
+        largest = max(largest, sums[at] - begin)
+        if at == last:
+            return True, largest
+        farther = min(farther, sums[at + 1] - begin)
+    return False, farther
 
 
 def _choose(room: _Room, score: Callable[[tuple[int, ...]], int], evaluations: int) -> tuple[int, ...]:

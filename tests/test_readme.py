@@ -74,6 +74,6 @@ def test_the_pip_commands_are_those_of_the_makefile() -> None:
 
 def test_the_examples_pass() -> None:
     found = sorted((ROOT / "pdsl" / "examples").glob("*.pdsl"))
-    assert [f.stem for f in found] == ["digits", "quickstart", "starter", "tensor"]
+    assert [f.stem for f in found] == ["digits", "quickstart", "resilient", "starter", "tensor", "two_losses"]
     done = run(["-m", "pdsl", "check", *map(str, found)], ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

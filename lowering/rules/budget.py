@@ -3,140 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
-from pdsl.grammar.diagnostics import Diagnostic, Label, Severity
-from pdsl.grammar.errors import PlanError
-from pdsl.lowering.elastic import positions_range, sizing
-from pdsl.lowering.mesh import PIPELINE, REPLICA, Mesh, axis_roles
-from pdsl.lowering.promise import Outline, Remedy, in_words
-from pdsl.lowering.rules.base import Context, Rule, listed, plural
-from pdsl.lowering.spec import SizeRange
+from attrs import evolve
 
-if TYPE_CHECKING:
-    from pdsl.lowering.proof import Gap, Proof
+from pdsl.grammar.diagnostics import Diagnostic, Severity
+from pdsl.lowering.mesh import PIPELINE
+from pdsl.lowering.promise import in_words
+from pdsl.lowering.rules.base import Context, Rule, plural
+from pdsl.lowering.rules.budget_counts import (
+    LOSE,
+    gap_of,
+    labels_of,
+    lose,
+    more_pipelines,
+    named,
+    outline_of_spec,
+    why_not_whole,
+    would_do,
+)
+from pdsl.lowering.spec import CallValue
 
 __all__ = ["CopiesTooFew", "DomainHoldsAll", "DomainUnknown", "MemoryAfterLoss", "NoMajority", "NodesIdle", "PipelinesShareNodes"]
-
-_LOSE = "fault_budget.lose"
-
-
-# --- what the rules share ---------------------------------------------------------------------------------------------------------------------------
-
-
-def _lose(context: Context) -> int:
-    return context.spec.fault_budget.lose if context.spec.fault_budget is not None else 0
-
-
-def _misfit(context: Context, mesh: Mesh) -> str | None:
-    from pdsl.lowering.budgets import misfit  # slow to import, and only for specs with a budget
-
-    return misfit(context.spec, mesh)
-
-
-def _outline(context: Context) -> Outline | None:
-    """The counts of a spec that wants to survive losses and whose pipelines take whole nodes; sizes that the layers or the memory forbid are left out
-    if the model is known.
-    """
-    spec, mesh = context.spec, context.mesh
-    if mesh is None or not _lose(context):
-        return None
-    from pdsl.lowering.budgets import domain_nodes, elastic_budget, islands_of_node  # slow to import, and only for specs with a budget
-    from pdsl.lowering.layouts import parameter_layouts
-
-    if _misfit(context, mesh) is not None:
-        return None
-    islands = islands_of_node(spec, mesh) or 1
-    each = spec.pipeline.microbatches if spec.pipeline is not None else 1
-    total = each * mesh.pipelines * (spec.train.accumulate if spec.train is not None else 1)
-    nodes = mesh.world_size // (islands * mesh.shard_size * mesh.tensor_size)
-    sizes = mesh.sizing or sizing(spec, axis_roles(spec), mesh.world_size)
-    if sizes is None:
-        return Outline(nodes, mesh.positions // islands, 1, _lose(context), total, domain_nodes(spec))
-    least, count = sizes.least, sizes.most - sizes.least + 1
-    if context.facts is not None:
-        layouts = parameter_layouts(context.facts, spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size)
-        try:
-            budget = elastic_budget(spec, context.facts, layouts, mesh)
-        except PlanError:
-            return None  # the rules on memory and stages tell of it
-        least, count = budget.least, len(budget.cuts)
-    return Outline(nodes, least, count, _lose(context), total, domain_nodes(spec))
-
-
-def _proof(context: Context) -> Proof | None:
-    """The proof of the plan that the spec has, if it has one."""
-    from pdsl.lowering.planner import plan
-    from pdsl.lowering.proof import prove
-
-    if context.facts is None or context.mesh is None or context.spec.model is None or context.spec.train is None:
-        return None
-    try:
-        return prove(plan(context.spec, context.facts, context.mesh), context.spec.cluster.memory)
-    except PlanError:
-        return None
-
-
-def _gap(context: Context, kind: str) -> Gap | None:
-    proof = _proof(context)
-    return next((g for g in proof.gaps if g.kind == kind), None) if proof is not None else None
-
-
-def _would_do(context: Context, outline: Outline) -> tuple[str, ...]:
-    """The changes in the words of the language; of lengths only those that layers and memory allow, as far as they are known."""
-    roles = axis_roles(context.spec)
-    axis = next((a for a in context.spec.mesh.axes if roles.get(a.name) == PIPELINE), None)
-    low, _ = positions_range(context.spec, roles)
-    islands = _islands(context)
-    told = []
-    for remedy in outline.remedies():
-        if remedy.what == "lose":
-            told.append(f"lose = {remedy.value} holds")
-        elif remedy.what == "nodes":
-            told.append(f"{remedy.value} nodes would do")
-        elif axis is not None and _allowed(context, remedy, islands):
-            first = remedy.value * islands if remedy.what == "low" else low
-            last = outline.largest * islands if remedy.what == "low" else remedy.value * islands
-            told.append(f"{axis.name} = {first} to {last} would do")
-    return (f"{'; '.join(told)}",) if told else ()
-
-
-def _islands(context: Context) -> int:
-    from pdsl.lowering.budgets import islands_of_node
-
-    return (islands_of_node(context.spec, context.mesh) if context.mesh is not None else None) or 1
-
-
-def _allowed(context: Context, remedy: Remedy, islands: int) -> bool:
-    """Whether pipelines of another length are possible at all: longer ones need layers to cut, shorter ones memory."""
-    if remedy.what == "low":
-        return context.spec.cluster.memory is None
-    if context.facts is None:
-        return True
-    parts = sum(1 for i, layer in enumerate(context.facts.layers) if i == 0 or not layer.cut_before)
-    return remedy.value * islands * (context.spec.pipeline.virtual if context.spec.pipeline is not None else 1) <= parts
-
-
-def _more_pipelines(context: Context, wanted: int) -> tuple[str, ...]:
-    axis = next((a.name for a in context.mesh.axes if a.role == REPLICA), None) if context.mesh is not None else None
-    return (f"{axis} = rest or at least {wanted} would do" if axis is not None else "an axis that replicates would do: axis dp = rest",)
-
-
-def _labels(context: Context, outline: Outline) -> tuple[Label, ...]:
-    roles = axis_roles(context.spec)
-    found = list(context.label("cluster.nodes", plural(outline.nodes, "node")))
-    for axis in context.spec.mesh.axes:
-        if roles.get(axis.name) == PIPELINE:
-            size = f"{axis.size.low} to {axis.size.high}" if isinstance(axis.size, SizeRange) else str(context.positions)
-            found += context.label(f"mesh.{axis.name}", f"pipelines of {size} positions")
-    return tuple(found)
-
-
-def _named(nodes: tuple[int, ...]) -> str:
-    return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {listed(nodes if len(nodes) <= 8 else (*nodes[:7], '...'))}"
-
-
-# --- rules ------------------------------------------------------------------------------------------------------------------------------------------
 
 
 class CopiesTooFew(Rule):
@@ -167,7 +54,7 @@ class CopiesTooFew(Rule):
     needs_mesh = True
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
-        outline, mesh = _outline(context), context.mesh
+        outline, mesh = outline_of_spec(context), context.mesh
         if outline is None or mesh is None:
             return
         wanted = outline.lose + 1
@@ -179,14 +66,14 @@ class CopiesTooFew(Rule):
             message = f"lose = {outline.lose} needs {wanted} pipelines with a microbatch each, and a step has {has}"
         elif outline.nodes >= outline.needed:
             message = f"lose = {outline.lose} needs {wanted} pipelines, and the mesh has {mesh.pipelines}"
-        gap = _gap(context, "state")
-        notes = (f"losing {_named(gap.nodes)} leaves no copy of {gap.layer}",) if gap is not None else ()
+        gap = gap_of(context, "state")
+        notes = (f"losing {named(gap.nodes)} leaves no copy of {gap.layer}",) if gap is not None else ()
         yield self.report(
             message,
-            context.place(_LOSE, "fault_budget"),
-            f"{outline.lose}{context.by(_LOSE)}",
-            labels=_labels(context, outline),
-            help=_more_pipelines(context, wanted) if outline.survives else _would_do(context, outline),
+            context.place(LOSE, "fault_budget"),
+            f"{outline.lose}{context.by(LOSE)}",
+            labels=labels_of(context, outline),
+            help=more_pipelines(context, wanted) if outline.survives else would_do(context, outline),
             notes=notes,
         )
 
@@ -217,7 +104,7 @@ class NodesIdle(Rule):
     needs_mesh = True
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
-        outline = _outline(context)
+        outline = outline_of_spec(context)
         if outline is None or not outline.survives or outline.idle is None:
             return
         left, used = outline.idle
@@ -229,10 +116,10 @@ class NodesIdle(Rule):
             message = f"{leaves}, and a pipeline needs {outline.least}"
         yield self.report(
             message,
-            context.place(_LOSE, "fault_budget"),
-            f"{outline.lose}{context.by(_LOSE)}",
-            labels=_labels(context, outline),
-            help=_would_do(context, outline),
+            context.place(LOSE, "fault_budget"),
+            f"{outline.lose}{context.by(LOSE)}",
+            labels=labels_of(context, outline),
+            help=would_do(context, outline),
         )
 
 
@@ -266,9 +153,9 @@ class PipelinesShareNodes(Rule):
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
         mesh = context.mesh
-        if mesh is None or not _lose(context):
+        if mesh is None or not lose(context):
             return
-        reason = _misfit(context, mesh)
+        reason = why_not_whole(context, mesh)
         if reason is None:
             return
         island = mesh.shard_size * mesh.tensor_size
@@ -283,9 +170,9 @@ class PipelinesShareNodes(Rule):
         else:
             help_ = "write the replica axis first, then the pipeline axis, then the shard and tensor axes"
         yield self.report(
-            f"lose = {_lose(context)} needs pipelines that take whole nodes: {reason}",
-            context.place(_LOSE, "fault_budget"),
-            f"{_lose(context)}{context.by(_LOSE)}",
+            f"lose = {lose(context)} needs pipelines that take whole nodes: {reason}",
+            context.place(LOSE, "fault_budget"),
+            f"{lose(context)}{context.by(LOSE)}",
             labels=context.label("cluster.ranks_per_node", plural(per_node, "rank")),
             help=(help_,),
         )
@@ -319,18 +206,18 @@ class MemoryAfterLoss(Rule):
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
         memory = context.spec.cluster.memory
-        if memory is None or context.mesh is None or not _lose(context) or _misfit(context, context.mesh) is not None:
+        if memory is None or context.mesh is None or not lose(context) or why_not_whole(context, context.mesh) is not None:
             return
-        outline = _outline(context)
-        gap = _gap(context, "memory") if outline is not None else None
+        outline = outline_of_spec(context)
+        gap = gap_of(context, "memory") if outline is not None else None
         if outline is not None and gap is None:
             return
         why = gap.why if gap is not None else f"no pipeline of these lengths fits in the {in_words(memory)} of a device"
         yield self.report(
             f"after a loss within the budget {why}" if gap is not None and gap.nodes else why,
-            context.place("cluster.memory", _LOSE, "fault_budget"),
+            context.place("cluster.memory", LOSE, "fault_budget"),
             f"{in_words(memory)}{context.by('cluster.memory')}",
-            labels=context.label(_LOSE, f"lose = {_lose(context)}"),
+            labels=context.label(LOSE, f"lose = {lose(context)}"),
             help=("longer pipelines, more shards or more microbatches take less",),
         )
 
@@ -361,19 +248,40 @@ class DomainHoldsAll(Rule):
     needs_facts = True
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
-        outline = _outline(context)
-        if outline is None or outline.spread == 1 or not outline.survives:
+        outline, domain = outline_of_spec(context), context.spec.cluster.domain
+        if outline is None or domain is None or not outline.survives:
             return
-        gap = _gap(context, "domain")
+        if outline.spread == 1:
+            yield from self._beyond(context, domain)
+            return
+        gap = gap_of(context, "domain")
         if gap is None:
             return
         yield self.report(
             f"{gap.why}, and lose = {outline.lose} may take them at once",
-            context.place("cluster.domain", _LOSE, "fault_budget"),
+            context.place("cluster.domain", LOSE, "fault_budget"),
             f"{outline.spread} nodes{context.by('cluster.domain')}",
-            labels=context.label(_LOSE, f"lose = {outline.lose}"),
-            notes=(f"losing {_named(gap.nodes)} leaves no copy of {gap.layer}",),
+            labels=context.label(LOSE, f"lose = {outline.lose}"),
+            notes=(f"losing {named(gap.nodes)} leaves no copy of {gap.layer}",),
             help=("smaller domains or longer pipelines would do",),
+        )
+
+    def _beyond(self, context: Context, domain: CallValue) -> Iterator[Diagnostic]:
+        """What the loss of one whole domain would do to a budget that counts nodes."""
+        spec, size = context.spec, domain.get("nodes")
+        if spec.fault_budget is None or not isinstance(size, int):
+            return
+        whole = evolve(context, spec=evolve(spec, fault_budget=evolve(spec.fault_budget, unit="domain", lose=1)))
+        gap = gap_of(whole, "domain")
+        if gap is None:
+            return
+        yield self.report(
+            f"the budget counts nodes; a whole {domain.name} of {size} lost at once may take the last copy of {gap.layer}",
+            context.place("cluster.domain"),
+            f"{size} nodes{context.by('cluster.domain')}",
+            notes=(f"losing {named(gap.nodes)} leaves no copy of {gap.layer}",),
+            help=("unit = domain would check for it",),
+            severity=Severity.NOTE,
         )
 
 
@@ -439,14 +347,14 @@ class NoMajority(Rule):
     needs_mesh = True
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
-        outline = _outline(context)
+        outline = outline_of_spec(context)
         if outline is None or not outline.holds or 2 * outline.lost < outline.nodes:
             return
         most = (outline.nodes - 1) // 2
         yield self.report(
             f"if {outline.lost} of {outline.nodes} nodes fall silent at once, the other {outline.nodes - outline.lost} are no majority and stop",
-            context.place(_LOSE, "fault_budget"),
-            f"{outline.lose}{context.by(_LOSE)}",
+            context.place(LOSE, "fault_budget"),
+            f"{outline.lose}{context.by(LOSE)}",
             labels=context.label("cluster.nodes", plural(outline.nodes, "node")),
             notes=(f"nodes whose processes end or whose connections close do not count as silent; up to {most} silent ones are survived",),
             help=(f"{2 * outline.lost + 1} nodes would do",),

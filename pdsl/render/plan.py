@@ -13,10 +13,13 @@ from attrs import frozen
 from pdsl.lowering.boxes import box, box_shape
 from pdsl.lowering.cost import CostReport, RankMemory, RankTraffic, cost
 from pdsl.lowering.facts import ParameterFacts
+from pdsl.lowering.mesh import PIPELINE, REPLICA
 from pdsl.lowering.ownership import owned_parameters, stages_using
 from pdsl.lowering.plan import ParameterLayout, Plan
 from pdsl.lowering.programs import template_timeline
+from pdsl.lowering.proof import prove
 from pdsl.lowering.spec import Spec
+from pdsl.render.proof import render_proof
 from pdsl.render.schedule import draw_schedule
 from pdsl.render.terminal import (
     PLAIN,
@@ -69,6 +72,7 @@ def render_plan(plan: Plan, *, spec: Spec | None = None, terminal: Terminal = PL
         _schedules(plan, report, terminal),
         _memory(report, spec, terminal),
         _traffic(report, terminal),
+        _proof(plan, spec, terminal),
         _notes(plan, terminal),
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
@@ -80,8 +84,9 @@ def render_plan(plan: Plan, *, spec: Spec | None = None, terminal: Terminal = PL
 def _header(plan: Plan, terminal: Terminal) -> list[str]:
     facts, job = plan.facts, plan.job
     nodes = len({plan.node(rank) for rank in plan.ranks})
-    axes = [f"{a.name} {a.size} ({a.role})" for a in plan.axes]
-    if len(plan.templates) > 1:
+    unequal = len(plan.templates) > 1
+    axes = [f"{a.name} {a.size} ({a.role})" for a in plan.axes if not unequal or a.role not in (REPLICA, PIPELINE)]
+    if unequal:
         lengths = [str(plan.template(i).positions) for i in range(len(plan.pipelines))]
         axes.insert(
             0, f"{len(lengths)} pipelines of {join_list(lengths)} stages" if len(lengths) <= 6 else f"{len(lengths)} unequal pipelines"
@@ -305,6 +310,14 @@ def _traffic(report: CostReport, terminal: Terminal) -> list[str]:
         rows.append((ranges(ranks, 2), binary(t.total), *(binary(v) if v else "" for v in values)))
     lines = [terminal.heading("traffic") + " sent in a step", *table(rows, align=">>>>>>>", width=terminal.width)]
     return [*lines, *_rest(len(groups))]
+
+
+# --- fault budget ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _proof(plan: Plan, spec: Spec | None, terminal: Terminal) -> list[str]:
+    proof = prove(plan, spec.cluster.memory if spec is not None else None)
+    return render_proof(plan, proof, terminal) if proof is not None else []
 
 
 # --- notes ----------------------------------------------------------------------------------------------------------------------------------

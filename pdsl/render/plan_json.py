@@ -9,17 +9,19 @@ from attrs import asdict
 
 from pdsl.lowering.cost import cost
 from pdsl.lowering.plan import Plan
+from pdsl.lowering.proof import prove
 from pdsl.render.plan import plan_notes
+from pdsl.render.proof import proof_json
 
 __all__ = ["PLAN_FORMAT", "render_plan_json"]
 
-PLAN_FORMAT = "1.0"
+PLAN_FORMAT = "1.1"
 """Version of this form: the minor one goes up when keys are added, the major one when any changes or goes."""
 
 
-def render_plan_json(plan: Plan) -> str:
-    """Sizes are in bytes, traffic in bytes sent in a step, times in FLOPs; shares are fractions of one. Ends with a newline."""
-    report = cost(plan)
+def render_plan_json(plan: Plan, memory: int | None = None) -> str:
+    """`memory` are the bytes of one device, for the proof of a fault budget. Sizes are in bytes, traffic in bytes sent in a step, times in FLOPs; shares are fractions of one. Ends with a newline."""
+    report, proof = cost(plan), prove(plan, memory)
     found = {
         "format": PLAN_FORMAT,
         "name": plan.name,
@@ -34,6 +36,7 @@ def render_plan_json(plan: Plan) -> str:
             "bubble": _number(report.bubble),
             "templates": [{"makespan": _number(t.makespan), "bubble": _number(t.bubble)} for t in report.templates],
         },
+        "proof": proof_json(proof) if proof is not None else None,
         "notes": list(plan_notes(plan)),
         "plan": json.loads(plan.to_json()),
     }

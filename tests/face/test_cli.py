@@ -483,10 +483,10 @@ def test_a_model_that_ends_the_process_is_no_success(folder, capsys):
     assert main(["check", "hostile.pdsl"]) == 1
 
 
-@pytest.mark.parametrize("name", ["quickstart", "tensor", "digits", "starter"])
+@pytest.mark.parametrize("name", ["quickstart", "tensor", "digits", "starter", "resilient", "two_losses"])
 def test_the_examples_are_clean_and_have_a_plan(name, capsys):
     file = str(ROOT / "pdsl" / "examples" / f"{name}.pdsl")
     assert main(["check", file, "--fail-on", "warning"]) == 0
     assert main(["plan", file]) == 0
-    world = {"quickstart": 4, "tensor": 4, "digits": 2, "starter": 2}[name]
+    world = {"quickstart": 4, "tensor": 4, "digits": 2, "starter": 2, "resilient": 10, "two_losses": 7}[name]
     assert f"{name}: {world} ranks" in capsys.readouterr().out

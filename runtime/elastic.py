@@ -8,6 +8,7 @@ a new part only replaces the old one after all ranks have voted for it, so whate
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -268,11 +269,15 @@ class ElasticSession:
         self._at("group")
         timeout = timedelta(seconds=self._plan.silence)
         try:
+            # a host that is gone is tried again and again until the time is up, which nothing can interrupt: so the time is short
+            socket.create_connection((decision.host, decision.port), self._plan.silence).close()
             with self._interrupter.making(CROSS_SOCKETS):
-                store = dist.TCPStore(decision.host, decision.port, is_master=False, wait_for_workers=False, timeout=timeout)
+                short = timedelta(seconds=min(2.0, self._plan.silence / 4))
+                store = dist.TCPStore(decision.host, decision.port, is_master=False, wait_for_workers=False, timeout=short)
+                store.set_timeout(timeout)
             with in_words(lambda: f"while generation {decision.generation} was formed", self._plan.silence):
                 yield store
-        except (dist.DistError, ConnectionError) as error:
+        except (dist.DistError, OSError) as error:
             raise PeerFault(f"while generation {decision.generation} was formed: {error}") from None
 
     def _settle(self, decision: Decision, store: dist.Store) -> None:

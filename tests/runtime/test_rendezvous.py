@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -24,9 +25,9 @@ from tests.tree import ROOT
 DEADLINE = 60.0
 
 
-def plan_of(nodes: int, seed: int = 0) -> Plan:
+def plan_of(nodes: int, seed: int = 0, silence: float = 5.0) -> Plan:
     found = rectangular(replicas=nodes, positions=1, shard=1, batch=4 * nodes)
-    return evolve(found, silence=5.0, job=evolve(found.job, seed=seed))
+    return evolve(found, silence=silence, job=evolve(found.job, seed=seed))
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ from pdsl.runtime.rendezvous import addresses_of
 from tests.runtime.test_rendezvous import plan_of
 
 become_node(NodeJob(
-    plan=plan_of(3).to_json(), arguments={"steps": int(sys.argv[2]), "pace": 0.02}, addresses=addresses_of(sys.argv[1]), node=None, host=None,
+    plan=plan_of(3, silence=float(sys.argv[4])).to_json(), arguments={"steps": int(sys.argv[2]), "pace": 0.02}, addresses=addresses_of(sys.argv[1]), node=None, host=None,
     threads=1, metrics=sys.argv[3], log_directory=None, patience=60.0, task="tests.runtime.steps_task:keep_step",
 ))
 """
@@ -128,12 +129,12 @@ become_node(NodeJob(
 class Machine:
     """A `pdsl agent`, as a process."""
 
-    def __init__(self, folder: Path, at: str, steps: int, name: str) -> None:
+    def __init__(self, folder: Path, at: str, steps: int, name: str, silence: float = 5.0, inside: tuple[str, ...] = ()) -> None:
         self.metrics = folder / f"{name}.jsonl"
         self.errors = folder / f"{name}.err"
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", NODE, at, str(steps), str(self.metrics)],
+                [*inside, sys.executable, "-c", NODE, at, str(steps), str(self.metrics), str(silence)],
                 stderr=errors,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
                 start_new_session=True,
@@ -149,6 +150,14 @@ class Machine:
     def end(self) -> int:
         return self.process.wait(DEADLINE)
 
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        finally:
+            self.process.wait(DEADLINE)
+
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
@@ -160,12 +169,7 @@ def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
 
     yield begin
     for found in machines:
-        try:
-            os.killpg(found.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        finally:
-            found.process.wait(DEADLINE)
+        found.kill()
 
 
 def test_nodes_meet_lose_the_first_take_another_in_and_let_one_leave(machine: Callable[..., Machine], port: int):
@@ -187,3 +191,81 @@ def test_nodes_meet_lose_the_first_take_another_in_and_let_one_leave(machine: Ca
     others[0].process.terminate()
     assert others[0].end() == 1
     assert "all nodes that are left were asked to leave" in others[0].errors.read_text()
+
+
+# --- a network that is cut
+
+
+COUNT = itertools.count()  # names are free again only some time after their namespace is deleted
+
+
+class Network:
+    """Namespaces of this machine, each with an address of its own, on one bridge."""
+
+    def __init__(self, count: int) -> None:
+        self.name = f"pd{os.getpid() % 10000}n{next(COUNT)}"
+        self.spaces = [f"{self.name}-{i}" for i in range(count)]
+
+    def open(self) -> None:
+        run("ip", "link", "add", self.name, "type", "bridge")
+        run("ip", "link", "set", self.name, "up")
+        for i, space in enumerate(self.spaces):
+            run("ip", "netns", "add", space)
+            run("ip", "link", "add", space, "type", "veth", "peer", "name", "eth0", "netns", space)
+            run("ip", "link", "set", space, "master", self.name, "up")
+            run("ip", "-n", space, "address", "add", f"10.213.77.{i + 1}/24", "dev", "eth0")
+            run("ip", "-n", space, "link", "set", "eth0", "up")
+            run("ip", "-n", space, "link", "set", "lo", "up")
+
+    def cut(self, index: int) -> None:
+        run("ip", "link", "set", self.spaces[index], "down")
+
+    def heal(self, index: int) -> None:
+        run("ip", "link", "set", self.spaces[index], "up")
+
+    def close(self) -> None:
+        for space in self.spaces:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", self.name], check=False, capture_output=True)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    found = Network(3)
+    try:
+        found.open()
+    except (OSError, subprocess.CalledProcessError):
+        found.close()
+        pytest.skip("network namespaces need rights that this machine does not give")
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("away", [0, 2])
+def test_a_node_that_is_cut_off_ends_itself_and_the_others_go_on(network: Network, tmp_path: Path, away: int):
+    at = "10.213.77.1:29577"
+    machines = []
+    try:
+        for i, space in enumerate(network.spaces):
+            machines.append(Machine(tmp_path, at, 1500, f"m{i}", 2.0, ("ip", "netns", "exec", space)))
+            machines[0].wait_for("the meeting is at")
+        for machine in machines:
+            machine.wait_for('"step": 5,')
+        number = machines[away].errors.read_text().split("this is node ")[1][0]
+        network.cut(away)
+        assert machines[away].end() == 1
+        assert "no majority" in machines[away].errors.read_text()
+        network.heal(away)
+        others = [machine for machine in machines if machine is not machines[away]]
+        for machine in others:
+            machine.wait_for(f"node {number} is lost: nothing was heard of it for 2 s")
+        taken = max(len(machine.metrics.read_text().splitlines()) for machine in others)
+        for machine in others:
+            machine.wait_for(f'"step": {taken + 20},')
+    finally:
+        for machine in machines:
+            machine.kill()

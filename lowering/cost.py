@@ -21,7 +21,7 @@ from pdsl.lowering.spec import Quantity, Value
 from pdsl.lowering.units import gathers, unit_layers
 
 __all__ = [
-    "CostReport", "RankMemory", "RankTraffic", "TemplateTime", "boundary_bytes", "cost", "is_trained", "ring_all_reduce",
+    "CostReport", "RankMemory", "RankTraffic", "TemplateTime", "boundary_bytes", "cost", "is_trained", "peak_memory", "ring_all_reduce",
 ]  # fmt: skip
 
 _ITEM = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -118,6 +118,12 @@ def cost(plan: Plan) -> CostReport:
         ideal=even * scale,
         bubble=1 - even / slowest,
     )
+
+
+def peak_memory(plan: Plan) -> int:
+    """Bytes of the rank that needs most, as `cost` finds them, without the rest of it. The first rank of an island has the largest boxes."""
+    first = {_place(plan, island[0]): island[0] for p in plan.pipelines for island in p.islands if island}
+    return max(_memory(plan, rank).total for rank in first.values())
 
 
 def _place(plan: Plan, rank: int) -> tuple[int, int, int, int]:

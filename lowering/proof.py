@@ -13,7 +13,7 @@ from functools import cached_property
 from attrs import evolve, field, frozen
 
 from pdsl.grammar.errors import PlanError
-from pdsl.lowering.cost import cost
+from pdsl.lowering.cost import peak_memory
 from pdsl.lowering.deadlines import Deadline, deadlines
 from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.instantiate import instantiate
@@ -204,15 +204,16 @@ def plan_over(plan: Plan, nodes: int) -> Plan:
     if budget is None:
         raise PlanError(f"{plan.name} has no budget, so there is no other plan")
     size = plan.shard_size * plan.tensor_size
-    templates, pipelines, first, node = [], [], 0, 0
-    for index, (count, microbatches) in enumerate(instantiate(budget, plan.facts, nodes, plan.microbatches)):
-        template = template_of(budget, count, microbatches, plan.job.accumulate)
+    shapes = instantiate(budget, plan.facts, nodes, plan.microbatches)
+    kinds = tuple(dict.fromkeys(shapes))
+    pipelines, first, node = [], 0, 0
+    for count, microbatches in shapes:
         begin = node * plan.ranks_per_node
         islands = tuple(tuple(range(a, a + size)) for a in range(begin, begin + count * plan.ranks_per_node, size))
-        templates.append(template)
-        pipelines.append(Pipeline(index, islands, tuple(range(first, first + microbatches))))
+        pipelines.append(Pipeline(kinds.index((count, microbatches)), islands, tuple(range(first, first + microbatches))))
         first, node = first + microbatches, node + count
-    return evolve(plan, templates=tuple(templates), pipelines=tuple(pipelines))
+    templates = tuple(template_of(budget, count, microbatches, plan.job.accumulate) for count, microbatches in kinds)
+    return evolve(plan, templates=templates, pipelines=tuple(pipelines))
 
 
 def _memory(plan: Plan, budget: Budget, outline: Outline, memory: int | None) -> Claim | Gap | None:
@@ -221,12 +222,12 @@ def _memory(plan: Plan, budget: Budget, outline: Outline, memory: int | None) ->
         return None
     worst, at = 0, 0
     for lost in range(outline.lost + 1):
-        need = max(m.total for m in cost(plan_over(plan, outline.nodes - lost)).memory)
+        need = peak_memory(plan_over(plan, outline.nodes - lost))
         if need > worst:
             worst, at = need, lost
     if "reroute" in budget.recover and outline.lost:
         whole = max(1, len(plan.pipelines) - outline.lost)
-        need = max(m.total for m in cost(_crowded(plan, budget, -(-plan.microbatches // whole))).memory)
+        need = peak_memory(_crowded(plan, budget, -(-plan.microbatches // whole)))
         worst, at = (need, outline.lost) if need > worst else (worst, at)
     if worst > memory:
         told = f"a rank needs {in_words(worst)}, and a device has {in_words(memory)}"
@@ -236,12 +237,12 @@ def _memory(plan: Plan, budget: Budget, outline: Outline, memory: int | None) ->
 
 def _crowded(plan: Plan, budget: Budget, microbatches: int) -> Plan:
     """The plan with every pipeline at the most microbatches that re-routing may give it."""
-    templates, pipelines = [], []
-    for index, pipeline in enumerate(plan.pipelines):
-        nodes = len(pipeline.islands) // plan.islands_per_node
-        templates.append(template_of(budget, nodes, microbatches, plan.job.accumulate))
-        pipelines.append(evolve(pipeline, template=index, microbatches=tuple(range(microbatches))))
-    return evolve(plan, templates=tuple(templates), pipelines=tuple(pipelines))
+    sizes = [len(p.islands) // plan.islands_per_node for p in plan.pipelines]
+    kinds = tuple(dict.fromkeys(sizes))
+    templates = tuple(template_of(budget, nodes, microbatches, plan.job.accumulate) for nodes in kinds)
+    crowd = tuple(range(microbatches))
+    pipelines = tuple(evolve(p, template=kinds.index(n), microbatches=crowd) for p, n in zip(plan.pipelines, sizes, strict=True))
+    return evolve(plan, templates=templates, pipelines=pipelines)
 
 
 # --- blast radius -----------------------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from pdsl.grammar.errors import PlanError
 from pdsl.grammar.source import Source
 from pdsl.lowering.check import check
-from pdsl.lowering.cost import cost
+from pdsl.lowering.cost import cost, peak_memory
 from pdsl.lowering.deadlines import deadlines
 from pdsl.lowering.instantiate import instantiate
 from pdsl.lowering.plan import Plan
@@ -191,3 +191,9 @@ def test_deadlines_fire_in_one_order_and_scale_with_the_silence():
 
 def test_bytes_in_words():
     assert [in_words(n) for n in (17, 2048, 3 * 2**20, 5 * 2**40)] == ["17 B", "2.0 KiB", "3.0 MiB", "5.0 TiB"]
+
+
+@pytest.mark.parametrize("axes", [("dp = rest", "pp = 2 to 3", "fsdp = 2"), ("dp = rest", "pp = 1 to 3", "fsdp = 2")])
+def test_the_peak_is_that_of_the_whole_report(axes):
+    made = unchecked(FACTS["gpt_tied"], axes=axes, batch=80 if "1 to" in axes[1] else 48)
+    assert peak_memory(made) == max(m.total for m in cost(made).memory)

@@ -17,4 +17,21 @@ verify      comparison with one process
 digest      sums over state that do not depend on how it is split
 checkpoint  state on disk as holdings; what is committed, what is damaged
 saving      writing it, each rank its share
+wire        JSON lines between the processes of a run
+happenings  what an agent's state machine takes and gives
+votes       who may speak for whom
+view        who is there, as one agent sees it; silence
+agreement   proposal, promise, decision
+membership  the whole state machine, and the rules that make it safe
+peers       the connections between agents
+agents      the process of a node: its ranks, its peers, its clock
+ranks       forking ranks; which tasks there are
+link        what a rank knows of the cluster
+stores      the store of one decision
+nursery     imports torch once and forks the agents of simulated nodes
+nurse       the launcher's side of it
+cluster     a run on simulated nodes, and the handle to disturb it
+resilient   launching it
+rendezvous  how agents on real machines meet
+node        the process of a real node
 """

@@ -83,6 +83,9 @@ class Watch:
                 key.data()
         self._mind_writers()
 
+    def close(self) -> None:
+        self._selector.close()
+
     def _mind_writers(self) -> None:
         """Ask for the moment in which a full socket takes more, for those that need it."""
         for key in list(self._selector.get_map().values()):

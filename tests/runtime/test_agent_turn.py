@@ -7,38 +7,37 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdsl.runtime.agents import Agent, Identity
-from pdsl.runtime.nursery import listen
+from pdsl.runtime.peers import Watch
 
 
 @pytest.fixture
-def agent() -> Iterator[Agent]:
-    listener = listen("127.0.0.1", 0)
-    yield Agent(Identity(0, (), "127.0.0.1", "secret", 20.0), (), listener, tell=lambda message: None)
-    listener.close()
+def watch() -> Iterator[Watch]:
+    found = Watch()
+    yield found
+    found.close()
 
 
-def test_a_socket_that_was_closed_earlier_in_the_turn_is_left_alone(agent: Agent):
+def test_a_socket_that_was_closed_earlier_in_the_turn_is_left_alone(watch: Watch):
     pairs = [socket.socketpair(), socket.socketpair()]
     called: list[int] = []
 
     def hear(which: int) -> None:
         called.append(which)
         other = pairs[1 - which][0]
-        agent._forget(other)
+        watch.forget(other)
         other.close()
 
     for which, (ours, theirs) in enumerate(pairs):
-        agent._watch(ours, lambda which=which: hear(which))  # type: ignore[misc]
+        watch.add(ours, lambda which=which: hear(which))  # type: ignore[misc]
         theirs.send(b"!")  # both are ready in one turn, whichever comes first
-    agent._turn()
+    watch.turn(1.0)
     assert len(called) == 1
     for pair in pairs:
         for end in pair:
             end.close()
 
 
-def test_a_socket_that_took_the_number_of_a_closed_one_is_not_asked_for_it(agent: Agent):
+def test_a_socket_that_took_the_number_of_a_closed_one_is_not_asked_for_it(watch: Watch):
     pairs = [socket.socketpair(), socket.socketpair()]
     called: list[str] = []
     fresh: list[socket.socket] = []
@@ -47,16 +46,16 @@ def test_a_socket_that_took_the_number_of_a_closed_one_is_not_asked_for_it(agent
         called.append(f"old {which}")
         other = pairs[1 - which][0]
         number = other.fileno()
-        agent._forget(other)
+        watch.forget(other)
         other.close()
         fresh.extend(socket.socketpair())
         new = next(s for s in fresh if s.fileno() == number)
-        agent._watch(new, lambda: called.append("new"))
+        watch.add(new, lambda: called.append("new"))
 
     for which, (ours, theirs) in enumerate(pairs):
-        agent._watch(ours, lambda which=which: hear(which))  # type: ignore[misc]
+        watch.add(ours, lambda which=which: hear(which))  # type: ignore[misc]
         theirs.send(b"!")
-    agent._turn()
+    watch.turn(1.0)
     assert len(called) == 1, called
     for end in [s for pair in pairs for s in pair] + fresh:
         end.close()

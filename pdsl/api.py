@@ -135,6 +135,8 @@ def run(
 ) -> RunReport:
     """Train as a plan says: on local processes, or as one rank of many where torchrun started this process.
 
+    With a fault budget (`lose` of at least 1) each node is an agent of its own with its ranks, and the run goes on through losses.
+
     Args:
         plan: What `compile` gave.
         steps: Steps to take instead of those of the plan.
@@ -153,6 +155,8 @@ def run(
     from pdsl.runtime.train import RunReport, train_rank
 
     _check_steps(steps)
+    if plan.budget is not None and plan.budget.lose > 0 and membership() is None:
+        return _run_resilient(plan, steps, metrics, progress=progress, log_dir=log_dir, port=port)
     told = {"steps": steps, "metrics": None if metrics is None else os.fspath(metrics), "progress": progress}
     member = membership()
     if member is not None:
@@ -162,6 +166,24 @@ def run(
     else:
         result = launch(plan, "train", told, log_directory=log_dir, port=port)[0]
     return RunReport(**{**result, "losses": tuple(result["losses"])})
+
+
+def _run_resilient(
+    plan: Plan, steps: int | None, metrics: str | os.PathLike[str] | None, *, progress: bool, log_dir: str | None, port: int
+) -> RunReport:
+    """One agent for each node of the plan on this machine, as it would be on as many machines."""
+    from pdsl.runtime.record import Recorder
+    from pdsl.runtime.report import Reporter
+    from pdsl.runtime.resilient import launch_resilient
+    from pdsl.runtime.train import RunReport
+
+    total = plan.job.steps if steps is None else steps
+    path = None if metrics is None else os.fspath(metrics)
+    with Reporter(total, metrics=path, progress=progress, generation=0, active=True) as reporter:
+        record = Recorder(reporter)
+        launch_resilient(plan, "train", {"steps": steps}, log_directory=log_dir, on_event=record, port=port)
+    losses = tuple(record.losses[step] for step in sorted(record.losses))
+    return RunReport(total, losses, total * plan.job.batch, record.seconds, path)
 
 
 def verify(plan: Plan, *, steps: int = 3, tolerance: float = 1e-5) -> VerifyReport:

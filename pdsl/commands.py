@@ -100,7 +100,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.format == "json":
         from pdsl.render.plan_json import render_plan_json
 
-        sys.stdout.write(render_plan_json(made))
+        sys.stdout.write(render_plan_json(made, spec.cluster.memory if spec is not None else None))
         return CLEAN
     from pdsl.render.plan import render_plan
 

@@ -8,15 +8,14 @@ a new part only replaces the old one after all ranks have voted for it, so whate
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import astuple, evolve, frozen
+from attrs import astuple, evolve
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.ownership import owned_parameters
@@ -30,11 +29,12 @@ from pdsl.lowering.transition import StateLost
 from pdsl.runtime.build import build
 from pdsl.runtime.engine import Engine, Totals
 from pdsl.runtime.faults import PeerFault, in_words
-from pdsl.runtime.groups import CROSS_SOCKETS, ISLAND_SOCKETS, PIPELINE_SOCKETS, Groups, device_of
-from pdsl.runtime.handover import Handover, PartMaker, planned
+from pdsl.runtime.groups import Groups, device_of
+from pdsl.runtime.handover import Handover, PartMaker, Staged, planned
 from pdsl.runtime.island import Island
 from pdsl.runtime.keeper import Keeper
 from pdsl.runtime.link import Decision, Link
+from pdsl.runtime.meeting import Meeting
 from pdsl.runtime.moves import same_everywhere
 from pdsl.runtime.objective import make_objective
 from pdsl.runtime.optimizer import OptimizerFactory
@@ -42,18 +42,8 @@ from pdsl.runtime.part import Part, bare_copy
 from pdsl.runtime.partial import Partial
 from pdsl.runtime.rows import Samples, rank_rows
 from pdsl.runtime.session import StepResult
-from pdsl.runtime.sockets import Interrupter
 
 __all__ = ["ElasticSession"]
-
-
-@frozen(eq=False)
-class _Staged:
-    """A part that was received and verified, not yet known to be everybody's."""
-
-    plan: Plan
-    part: Part
-    version: int
 
 
 class ElasticSession:
@@ -85,17 +75,15 @@ class ElasticSession:
         self._first = self._plan = plan
         self._plans: dict[int, Plan] = {}
         self._holds = -1
-        self._generation = -1
-        self._nodes = frozenset(plan.nodes)
         self._resume = resume
         self._chaos = chaos
         self._on_event, self._on_step = on_event, on_step
         self._objective = make_objective(plan.job)
-        self._interrupter = Interrupter()
-        self._island = Island(plan, rank, self.device, self._interrupter)
+        self._meeting = Meeting(link, plan.nodes, plan.silence, lambda lost: is_broken(self._plan, rank, lost))
+        self._island = Island(plan, rank, self.device, self._meeting.interrupter)
         self._keeper = Keeper(plan.saving, rank, self._event)
         self._part: Part | None = None
-        self._staged: _Staged | None = None
+        self._staged: Staged | None = None
         self._gain: Gain | None = None  # of new pipelines over those that are left
         self._engine: Engine | None = None  # of whole steps, or of the rest of an interrupted one
         self._groups: Groups | None = None
@@ -108,7 +96,6 @@ class ElasticSession:
         built = build(plan, owned, self.device)
         self._maker = PartMaker(rank, bare_copy(built), self.device, optimizer)
         self._built: torch.nn.Module | None = built
-        link.on_lost = self._on_lost
 
     # --- steps ------------------------------------------------------------------------------------------------------------------------
 
@@ -211,22 +198,13 @@ class ElasticSession:
 
     # --- standing still ---------------------------------------------------------------------------------------------------------------
 
-    def _on_lost(self, lost: frozenset[int]) -> None:
-        """In the listening thread: end what can no longer succeed. A pipeline that is whole finishes its own work first."""
-        if not lost & self._nodes:
-            return
-        broken = is_broken(self._plan, self.rank, lost)
-        self._interrupter.interrupt(*((CROSS_SOCKETS, PIPELINE_SOCKETS) if broken else (CROSS_SOCKETS,)))
-
     def _stand_still(self, *, asks: bool = False) -> Decision:
-        broken = () if self._partial.clean else (ISLAND_SOCKETS,)
-        self._interrupter.interrupt(CROSS_SOCKETS, PIPELINE_SOCKETS, *broken)
+        self._meeting.leave(clean=self._partial.clean)
         if self._groups is not None:
             self._groups.close()
             self._groups = None
         if not self._partial.clean:
             self._partial.forget()
-        self._interrupter.forget(CROSS_SOCKETS, PIPELINE_SOCKETS)
         kinds, bare = self._part.kinds() if self._part is not None else ((), ())
         report = Report(
             committed=self.steps_taken,
@@ -242,12 +220,7 @@ class ElasticSession:
         )
         self._at("agree")
         begin = time.perf_counter()
-        self.link.report(self._generation, **report.to_data())
-        decision = self.link.decision()
-        self._nodes = frozenset(decision.nodes)
-        self._interrupter.forget(CROSS_SOCKETS, PIPELINE_SOCKETS)  # what was lost before is left out of the decision
-        if self.link.lost:
-            self._interrupter.interrupt(CROSS_SOCKETS, PIPELINE_SOCKETS)
+        decision = self._meeting.decision(report)
         self._event("agreed", nodes=list(decision.nodes), lost=list(decision.lost), joined=list(decision.joined), seconds=_since(begin))
         return decision
 
@@ -255,30 +228,13 @@ class ElasticSession:
         """Go on as a decision says; if that is interrupted, as the next one says."""
         while True:
             try:
-                with self._regrouping(decision) as store:
+                with self._meeting.store(decision) as store:
+                    self._at("group")
                     self._settle(decision, store)
                 return
             except PeerFault as fault:
                 self._event("fault", reason=str(fault))
                 decision = self._stand_still()
-
-    @contextlib.contextmanager
-    def _regrouping(self, decision: Decision) -> Iterator[dist.Store]:
-        """The store of a decision. Within, whatever torch says of connections is a fault of a peer."""
-        self._generation = decision.generation
-        self._at("group")
-        timeout = timedelta(seconds=self._plan.silence)
-        try:
-            # a host that is gone is tried again and again until the time is up, which nothing can interrupt: so the time is short
-            socket.create_connection((decision.host, decision.port), self._plan.silence).close()
-            with self._interrupter.making(CROSS_SOCKETS):
-                short = timedelta(seconds=min(2.0, self._plan.silence / 4))
-                store = dist.TCPStore(decision.host, decision.port, is_master=False, wait_for_workers=False, timeout=short)
-                store.set_timeout(timeout)
-            with in_words(lambda: f"while generation {decision.generation} was formed", self._plan.silence):
-                yield store
-        except (dist.DistError, OSError) as error:
-            raise PeerFault(f"while generation {decision.generation} was formed: {error}") from None
 
     def _settle(self, decision: Decision, store: dist.Store) -> None:
         reports = {rank: Report.from_data(data) for rank, data in decision.reports.items()}
@@ -408,7 +364,7 @@ class ElasticSession:
             self._rebuild(base)
         self._at("move")
         part = handover.receive(self._maker, self._part, self._island.mesh, groups.control)
-        self._staged = _Staged(plan, part, handover.moves.version)
+        self._staged = Staged(plan, part, handover.moves.version)
         moving = _since(begin) - planning - grouping
         self._at("vote")
         same_everywhere(groups.control, "received")  # whoever has the answer of all knows that all have received
@@ -441,7 +397,7 @@ class ElasticSession:
                 raise
         return planned(base, plan, checkpoint.step, {}, checkpoint)
 
-    def _adopt(self, staged: _Staged) -> None:
+    def _adopt(self, staged: Staged) -> None:
         """The new part is everybody's; the old one goes."""
         self._close_engine()
         self._part = staged.part
@@ -454,7 +410,7 @@ class ElasticSession:
     # --- entering a plan --------------------------------------------------------------------------------------------------------------
 
     def _grouped(self, plan: Plan, store: dist.Store) -> Groups:
-        return Groups(plan, program(plan, self.rank), store, self.device, timedelta(seconds=plan.silence), self._interrupter)
+        return Groups(plan, program(plan, self.rank), store, self.device, timedelta(seconds=plan.silence), self._meeting.interrupter)
 
     def _enter(self, plan: Plan, groups: Groups, first: Plan | None = None) -> None:
         """Put a plan in force; `first` is the plan of the rest of a step that comes before."""
@@ -474,8 +430,9 @@ class ElasticSession:
             self._engine = None
 
     def finish(self) -> None:
-        """Wait for checkpoints that are under way; called after the last step."""
-        self._keeper.wait(self._plan.silence)
+        """Bring a checkpoint that is under way to its end; called after the last step. A loss meanwhile is told by the link."""
+        with contextlib.suppress(PeerFault), in_words(lambda: "at the last checkpoint", self._plan.silence):
+            self._keeper.finish(self._groups.control if self._groups is not None else None, self._plan)
 
     def close(self) -> None:
         """Drop all groups."""
@@ -486,7 +443,7 @@ class ElasticSession:
         self._chaos(point, self.steps_taken)
 
     def _event(self, event: str, **what: Any) -> None:
-        self._on_event({"event": event, "generation": self._generation, "step": self.steps_taken, **what})
+        self._on_event({"event": event, "generation": self._meeting.generation, "step": self.steps_taken, **what})
 
 
 def _since(begin: float) -> float:

@@ -19,7 +19,7 @@ from pdsl.runtime.moves import Placed, carry_out, compare_digests, dtype_in
 from pdsl.runtime.optimizer import OptimizerFactory
 from pdsl.runtime.part import Part, with_memory
 
-__all__ = ["Handover", "PartMaker", "planned"]
+__all__ = ["Handover", "PartMaker", "Staged", "planned"]
 
 
 @frozen
@@ -36,6 +36,15 @@ class PartMaker:
         part = Part(plan, self.rank, mesh, with_memory(self.bare, plan, self.rank, self.device), self.optimizer)
         part.load(part.empty_state() | dict(state))
         return part
+
+
+@frozen(eq=False)
+class Staged:
+    """A part that was received and verified, not yet known to be everybody's."""
+
+    plan: Plan
+    part: Part
+    version: int
 
 
 @frozen(eq=False)

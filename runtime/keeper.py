@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pdsl.lowering.plan import Plan, Saving
 from pdsl.runtime.checkpoint import Checkpoint, keep, latest
+from pdsl.runtime.groups import CrossGroup
 from pdsl.runtime.saving import Save, commit, save
 
 __all__ = ["Keeper"]
@@ -62,8 +63,17 @@ class Keeper:
         keep(saving.path, saving.keep)
         self._on_event("saved", saved=step)
 
-    def wait(self, seconds: float) -> None:
-        """Wait for what is under way, at the end of a run."""
+    def finish(self, group: CrossGroup | None, plan: Plan) -> None:
+        """After the last step: wait for what is under way, here and on the other ranks of the group."""
+        if self._saving is None:
+            return
+        self._wait(plan.silence)
+        mine = torch.tensor([self.saved])
+        everyone = [mine] if group is None else group.gather(mine.to(group.device))
+        self.agreed(min(int(s) for s in everyone), plan)
+        self._wait(plan.silence)
+
+    def _wait(self, seconds: float) -> None:
         if self._under_way is not None:
             self._under_way.wait(seconds)
         if self._marking is not None:

@@ -22,6 +22,8 @@ POINTS = ("compute", "backward", "sums", "commit", "applied", "agree", "group", 
 """Before the forward; between forward and backward of some microbatch; before the sums; when the step is known to be committed; when it is
 written; before reporting; while groups are made; before state moves; before the vote on it; after the vote."""
 
+_OF_A_STEP = POINTS[:5]
+
 HOW = ("rank", "node", "stop", "exit", "raise")
 """SIGKILL of the rank alone, of its whole node at once, SIGSTOP of the node, a clean exit, an exception."""
 
@@ -75,16 +77,22 @@ def _strike(fault: Fault) -> None:
 def random_faults(plan: Plan, kills: int, steps: int, seed: int, *, how: Sequence[str] = HOW) -> tuple[Fault, ...]:
     """Faults on `kills` different nodes, at random points of random steps. The same for the same seed, on every machine.
 
-    The second of two may strike in the recovery from the first. Raises RunError if there are not so many nodes.
+    All but the first may strike in the recovery from another one. An exception never strikes where it would rightly end the run: in the first step,
+    or in a step that is tried again. Raises RunError if there are not so many nodes, or if no fault of these kinds can be had in so few steps.
     """
     dice = random.Random(seed)
     if kills >= len(plan.nodes):
         raise RunError(f"{kills} nodes are to be lost, and the plan has {len(plan.nodes)}: at least one must be left")
+    if set(how) <= {"raise"} and steps <= kills:
+        raise RunError(f"{kills} exceptions in steps after the first need at least {kills + 1} steps; there are {steps}")
     made: list[Fault] = []
     for node in dice.sample(plan.nodes, kills):
         rank = node * plan.ranks_per_node + dice.randrange(plan.ranks_per_node)
-        first = not made
-        point = dice.choice(POINTS[:5] if first else POINTS)
-        step = dice.randrange(steps) if first or point in POINTS[:5] else 0
-        made.append(Fault(rank, point, step, dice.choice(how)))
+        kind = dice.choice(how)
+        point = dice.choice(_OF_A_STEP if not made or kind == "raise" else POINTS)
+        step = dice.randrange(steps) if point in _OF_A_STEP else dice.choice((0, made[0].step))
+        if kind == "raise":
+            free = [s for s in range(1, steps) if all(s != f.step for f in made)]
+            kind, step = ("raise", dice.choice(free)) if free else ("rank", step)
+        made.append(Fault(rank, point, step, kind))
     return tuple(made)

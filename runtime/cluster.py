@@ -27,13 +27,17 @@ from pdsl.runtime.nurse import Nursery
 from pdsl.runtime.ranks import TASKS
 from pdsl.runtime.wire import Channel, Message, listen
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "Overtime"]
 
 _STARTUP = 120.0
 """Seconds that importing torch and forking may take on a busy machine."""
 
 _GRACE = 2.0
 """Seconds in which the rank that failed by itself must have told so, after one that only lost a peer."""
+
+
+class Overtime(RunError):
+    """A run was not over within the time that was given; it goes on."""
 
 
 @define(eq=False)
@@ -147,13 +151,13 @@ class Cluster:
         self.wait_for(lambda events: any(e["event"] in {"started", "ended"} for e in events), _STARTUP)
 
     def wait(self, timeout: float | None = None) -> dict[int, bytes | None]:
-        """Wait for the end of the run; the results by rank. Raises as `launch_resilient` does, RunError also after `timeout` seconds."""
+        """Wait for the end of the run; the results by rank. Raises as `launch_resilient` does, Overtime after `timeout` seconds."""
         limit = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
                 event = self._queue.get(timeout=None if limit is None else max(0.0, limit - time.monotonic()))
             except queue.Empty:
-                raise RunError(f"the run was not over within {timeout:g} s") from None
+                raise Overtime(f"the run was not over within {timeout:g} s") from None
             if event is None:
                 break
             if self._on_event is not None:

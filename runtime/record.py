@@ -18,7 +18,7 @@ _STEP = ("step", "loss", "grad_norm", "samples", "seconds", "digest")
 
 
 class Recorder:
-    """Takes the events of a `Cluster`. `losses` are those of the committed steps, by step."""
+    """Takes the events of a `Cluster`. `losses` are those of the committed steps, by step; `recoveries` the seconds from each loss to the next of them."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -26,6 +26,7 @@ class Recorder:
         self._fault: float | None = None
         self.losses: dict[int, float] = {}
         self.digests: dict[int, str] = {}
+        self.recoveries: list[float] = []
         self.seconds = 0.0
 
     def __call__(self, event: Mapping[str, Any]) -> None:
@@ -60,7 +61,8 @@ class Recorder:
         self.digests[step] = event["digest"]
         self.seconds += event["seconds"]
         if self._fault is not None:
-            self._reporter.write({"event": "recovered", "step": step, "seconds": event["time"] - self._fault})
+            self.recoveries.append(event["time"] - self._fault)
+            self._reporter.write({"event": "recovered", "step": step, "seconds": self.recoveries[-1]})
             self._fault = None
         self._reporter.step(StepResult(**{name: event[name] for name in _STEP}), event["generation"])
 
@@ -96,12 +98,19 @@ def _alarm(event: Mapping[str, Any]) -> str:
     )
 
 
+def _started(event: Mapping[str, Any]) -> str:
+    agents = ", ".join(str(pids["agent"]) for _, pids in sorted(event["nodes"].items(), key=lambda pair: int(pair[0])))
+    return f"{len(event['nodes'])} nodes, each an agent with its ranks, as processes {agents}"
+
+
 _TOLD: dict[str, Any] = {
+    "started": _started,
     "lost": lambda e: f"node {e['node']} is lost: {e.get('reason', 'no reason is known')}",
     "agreed": _agreed,
     "rerouted": _rerouted,
     "moved": _moved,
     "restored": lambda e: f"  read from a checkpoint: training goes on after {e['step']} steps",
     "saved": lambda e: "",
+    "unsaved": lambda e: f"no checkpoint of step {e['step']}: {e['reason']}",
     "fault": lambda e: "",
 }

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdsl.lowering.plan import Plan
-from pdsl.runtime.cluster import Cluster
+from pdsl.runtime.cluster import Cluster, Overtime
 from pdsl.runtime.nurse import Nursery
 
-__all__ = ["Cluster", "Nursery", "launch_resilient"]
+__all__ = ["Cluster", "Nursery", "Overtime", "launch_resilient"]
 
 
 def launch_resilient(

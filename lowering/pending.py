@@ -25,6 +25,11 @@ def require_executable(pending: tuple[str, ...]) -> None:
 
 def pending(spec: Spec) -> Iterator[tuple[str, str]]:
     """What a spec asks for that this version does not execute: dotted path and a few words."""
+    budget = spec.fault_budget
+    if budget is not None and budget.spares:
+        yield "fault_budget.spares", "spare nodes (a node may join a run at any time)"
+    if budget is not None and budget.restarts is not None:
+        yield "fault_budget.restarts", "an allowance of restarts (a checkpoint is gone back to as often as it must be)"
     if spec.freeze is not None:
         yield "freeze", "freezing"
     if spec.checkpoint is not None and (spec.fault_budget is None or spec.fault_budget.lose == 0):

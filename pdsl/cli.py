@@ -52,6 +52,16 @@ def _positive(text: str) -> int:
     return number
 
 
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return number
+
+
 def _above_zero(text: str) -> float:
     number = _not_below_zero(text)
     if not number:
@@ -130,6 +140,14 @@ def arguments() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argument
     )
     _spec_options(verify)
 
+    chaos = commands.add_parser(
+        "chaos",
+        help="train with faults on purpose",
+        description="Train with random faults in random states, on nodes simulated on this machine, and compare with an undisturbed run.",
+    )
+    _chaos_options(chaos)
+    _spec_options(chaos)
+
     _simulate_options(
         commands.add_parser(
             "simulate",
@@ -174,6 +192,20 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
     times.add_argument("--checkpoint-seconds", type=_not_below_zero, metavar="S", help="standing still while a checkpoint is written")
     times.add_argument("--checkpoint-every", type=_positive, metavar="N", help="steps from one checkpoint to the next")
     _spec_options(parser)
+
+
+def _chaos_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a .pdsl file, or a plan that was written with -o")
+    parser.add_argument("--seed", type=_count, default=0, metavar="N", help="seed of the first run; same seed, same faults (default: 0)")
+    parser.add_argument(
+        "--kills", type=_positive, metavar="K", help="faults in a run, each on a node of its own (default: those of the budget)"
+    )
+    parser.add_argument("--runs", type=_positive, default=5, metavar="R", help="disturbed runs, of seeds N, N + 1, ... (default: 5)")
+    parser.add_argument("--steps", type=_positive, metavar="S", help="steps of a run (default: those of the spec, 12 at most)")
+    parser.add_argument(
+        "--tolerance", type=_tolerance, default=1e-6, metavar="X", help="largest relative deviation of a loss that passes (default: 1e-6)"
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="what goes to standard output (default: text)")
 
 
 def _agent_options(parser: argparse.ArgumentParser) -> None:

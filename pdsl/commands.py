@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdsl.lowering.spec import Spec
     from pdsl.render.terminal import Terminal
 
-__all__ = ["agent", "check", "explain", "init", "plan", "run", "simulate", "verify"]
+__all__ = ["agent", "chaos", "check", "explain", "init", "plan", "run", "simulate", "verify"]
 
 
 # --- check ----------------------------------------------------------------------------------------------------------------------------------
@@ -211,6 +211,14 @@ def agent(options: argparse.Namespace) -> int:
 
     made, _ = _plan_of(options)
     return start_agent(options, made)
+
+
+def chaos(options: argparse.Namespace) -> int:
+    """`pdsl chaos FILE`."""
+    from pdsl.chaos_command import start_chaos
+
+    made, _ = _plan_of(options)
+    return start_chaos(options, made)
 
 
 def verify(options: argparse.Namespace) -> int:

@@ -90,9 +90,14 @@ def random_faults(plan: Plan, kills: int, steps: int, seed: int, *, how: Sequenc
         rank = node * plan.ranks_per_node + dice.randrange(plan.ranks_per_node)
         kind = dice.choice(how)
         point = dice.choice(_OF_A_STEP if not made or kind == "raise" else POINTS)
-        step = dice.randrange(steps) if point in _OF_A_STEP else dice.choice((0, made[0].step))
+        untouched = [s for s in range(1, steps) if all(s != f.step for f in made)]
+        if kind == "raise" and not untouched:
+            kind = "rank"
+        open_steps = [s for s in range(steps) if all(s != f.step for f in made if f.how == "raise")]
         if kind == "raise":
-            free = [s for s in range(1, steps) if all(s != f.step for f in made)]
-            kind, step = ("raise", dice.choice(free)) if free else ("rank", step)
+            open_steps = untouched
+        elif point not in _OF_A_STEP:
+            open_steps = [0, made[0].step]
+        step = dice.choice(open_steps)
         made.append(Fault(rank, point, step, kind))
     return tuple(made)

@@ -17,6 +17,7 @@ SURFACE = {
     "run": (["file"], {"--steps", "--metrics", "--log-dir", "--port", *SPEC}),
     "agent": (["file"], {"--rendezvous", "--node", "--host", "--patience", "--steps", "--metrics", "--log-dir", *SPEC}),
     "verify": (["file"], {"--steps", "--tolerance", *SPEC}),
+    "chaos": (["file"], {"--seed", "--kills", "--runs", "--steps", "--tolerance", "--format", *SPEC}),
     "simulate": (
         ["file"],
         {"--failures", "--format", "--svg", "--strategy", "--seed", "--days", "--nodes", "--rack-rate", "--rack-size", "--repair-hours"}
@@ -65,7 +66,7 @@ def test_every_option_has_a_line_of_help(command):
     ("argv", "told"),
     [
         (["chek", "x.pdsl"], "there is no command 'chek'; did you mean check?"),
-        (["train", "x.pdsl"], "there is no command 'train'; there are check, plan, run, agent, verify, simulate, explain, init"),
+        (["train", "x.pdsl"], "there is no command 'train'; there are check, plan, run, agent, verify, chaos, simulate, explain, init"),
         (["check", "--no-modle", "x.pdsl"], "unknown option --no-modle; did you mean --no-model?"),
         (["check", "--form", "json", "x.pdsl"], "unknown option --form; did you mean --format?"),
         (["check", "--format", "jsn", "x.pdsl"], "invalid choice: 'jsn'"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from attrs import evolve, field, frozen
 
-from pdsl.lowering.facts import BoundaryTensor, LayerFacts, LayerKind, ModelFacts, ParameterFacts
+from pdsl.lowering.facts import BoundaryTensor, BufferFacts, LayerFacts, LayerKind, ModelFacts, ParameterFacts
 
 __all__ = ["Crossing", "Observation", "Segment", "Structure", "assemble", "assemble_unrun", "assemble_whole"]
 
@@ -54,7 +54,7 @@ class Observation:
     random: bool
     loss: bool
     outside: frozenset[str] = frozenset()
-    updated: tuple[str, ...] = ()
+    updated: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # (name, shape, dtype)
 
 
 @frozen
@@ -264,7 +264,7 @@ def _facts(
     told = tuple(w.split(" ")[0] for w in structure.warnings)  # batch statistics have a warning of their own
     warnings += tuple(
         f"buffer {name} is updated by the forward pass: once a microbatch, on each rank by the rows that it sees"
-        for name in seen[0].updated
+        for name, _, _ in seen[0].updated
         if name.rpartition(".")[0] not in told
     )
     return ModelFacts(
@@ -272,6 +272,7 @@ def _facts(
         layers=layers,
         parameters=parameters,
         buffers=structure.buffers,
+        updated=tuple(BufferFacts(name, shape, dtype, _running(name, layers)) for name, shape, dtype in seen[0].updated),
         inputs=structure.inputs,
         sequential=structure.sequential,
         random=any(o.random for o in seen),
@@ -279,3 +280,9 @@ def _facts(
         warnings=warnings,
         torch=structure.torch,
     )
+
+
+def _running(buffer: str, layers: tuple[LayerFacts, ...]) -> tuple[int, ...]:
+    """The layers whose modules hold a buffer; all of them for one of the model's own."""
+    found = tuple(i for i, layer in enumerate(layers) if buffer.startswith(tuple(f"{m}." for m in layer.modules)))
+    return found or tuple(range(len(layers)))

@@ -11,7 +11,7 @@ from enum import Enum
 
 from attrs import frozen
 
-__all__ = ["SINGLE_INPUT", "TARGETS", "BoundaryTensor", "LayerFacts", "LayerKind", "ModelFacts", "ParameterFacts"]
+__all__ = ["SINGLE_INPUT", "TARGETS", "BoundaryTensor", "BufferFacts", "LayerFacts", "LayerKind", "ModelFacts", "ParameterFacts"]
 
 SINGLE_INPUT = "input"
 """The name of the batch entry of a model that was run with one tensor and no names."""
@@ -100,10 +100,38 @@ class ParameterFacts:
 
 
 @frozen
+class BufferFacts:
+    """A buffer that the forward updates, so that it is state: held whole by every rank that runs one of its layers."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layers: tuple[int, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES.get(self.dtype, 4)
+
+
+_ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@frozen
 class ModelFacts:
     """All facts of one model. `sequential` tells the easy case: the model is an `nn.Sequential` and its output needs an objective.
     `random` tells whether a forward in training mode draws random numbers. `inputs` are the names of the batch entries that the model
-    was called with. `loss` tells whether it returned a loss: a scalar, or an output with one under that name. `warnings` are things worth
+    was called with; `updated` are the buffers that the forward writes. `loss` tells whether it returned a loss: a scalar, or an output with one under that name. `warnings` are things worth
     telling, such as normalisation with batch statistics or what stands in the way of a chain.
     """
 
@@ -117,6 +145,7 @@ class ModelFacts:
     loss: bool = False
     warnings: tuple[str, ...] = ()
     torch: str = ""
+    updated: tuple[BufferFacts, ...] = ()
 
     def parameter(self, name: str) -> ParameterFacts:
         return next(p for p in self.parameters if p.name == name)

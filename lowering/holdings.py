@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from pdsl.lowering.boxes import Box, box
 from pdsl.lowering.cells import volume
-from pdsl.lowering.facts import ParameterFacts
+from pdsl.lowering.facts import BufferFacts, ParameterFacts
 from pdsl.lowering.ownership import stages_using
 from pdsl.lowering.plan import Plan
 
@@ -79,16 +79,6 @@ class LogicalTensor:
         return volume(tuple((0, size) for size in self.shape)) * self.item_bytes
 
 
-@frozen
-class BufferFacts:
-    """A buffer that the forward updates, so that it is state: held whole by every rank that runs one of its layers."""
-
-    name: str
-    shape: tuple[int, ...]
-    item_bytes: int
-    layers: tuple[int, ...]
-
-
 def kinds_of(kinds: Kinds, parameter: ParameterFacts) -> tuple[str, ...]:
     """The kinds of state that exist for a parameter, in the order given; the weight is always there."""
     if isinstance(kinds, Mapping):
@@ -98,7 +88,7 @@ def kinds_of(kinds: Kinds, parameter: ParameterFacts) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("weight", *named) if "weight" not in named else named))
 
 
-def state_tensors(plan: Plan, kinds: Kinds, buffers: Sequence[BufferFacts] = ()) -> tuple[LogicalTensor, ...]:
+def state_tensors(plan: Plan, kinds: Kinds, buffers: Sequence[BufferFacts] | None = None) -> tuple[LogicalTensor, ...]:
     """All tensors of the state: for every parameter in the order of the model its kinds, then the buffers.
 
     Optimizer state has the dtype of its parameter (as torch's optimizers keep it), a scalar kind is one fp32 number.
@@ -109,18 +99,18 @@ def state_tensors(plan: Plan, kinds: Kinds, buffers: Sequence[BufferFacts] = ())
         for kind in kinds_of(kinds, p):
             scalar = kind in SCALARS
             found.append(LogicalTensor(f"{kind}/{p.name}", () if scalar else p.shape, 4 if scalar else item, p.name))
-    found += [LogicalTensor(f"buffer/{b.name}", b.shape, b.item_bytes, f"buffer/{b.name}") for b in buffers]
+    found += [LogicalTensor(f"buffer/{b.name}", b.shape, b.item_bytes, f"buffer/{b.name}") for b in _known(plan, buffers)]
     return tuple(found)
 
 
-def demand(plan: Plan, kinds: Kinds, buffers: Sequence[BufferFacts] = ()) -> tuple[Need, ...]:
+def demand(plan: Plan, kinds: Kinds, buffers: Sequence[BufferFacts] | None = None) -> tuple[Need, ...]:
     """What every rank of a plan is to hold. Empty boxes (the last shards of an uneven split) have no row, nor has a lost island."""
-    return tuple(Need(rank, tensor, where) for rank, tensor, where in _rows(plan, kinds, buffers))
+    return tuple(Need(rank, tensor, where) for rank, tensor, where in _rows(plan, kinds, _known(plan, buffers)))
 
 
-def plan_holdings(plan: Plan, version: int, kinds: Kinds, buffers: Sequence[BufferFacts] = ()) -> tuple[Holding, ...]:
+def plan_holdings(plan: Plan, version: int, kinds: Kinds, buffers: Sequence[BufferFacts] | None = None) -> tuple[Holding, ...]:
     """What every rank of a plan holds after `version` committed steps, if all that the plan wants is in place."""
-    return tuple(Holding(rank, tensor, where, version) for rank, tensor, where in _rows(plan, kinds, buffers))
+    return tuple(Holding(rank, tensor, where, version) for rank, tensor, where in _rows(plan, kinds, _known(plan, buffers)))
 
 
 def without(holdings: Iterable[Holding], lost: Collection[int]) -> tuple[Holding, ...]:
@@ -132,6 +122,10 @@ def without(holdings: Iterable[Holding], lost: Collection[int]) -> tuple[Holding
 def at_version(holdings: Iterable[Holding], version: int) -> tuple[Holding, ...]:
     """The same rows after another number of committed steps."""
     return tuple(evolve(h, version=version) for h in holdings)
+
+
+def _known(plan: Plan, buffers: Sequence[BufferFacts] | None) -> Sequence[BufferFacts]:
+    return plan.facts.updated if buffers is None else buffers
 
 
 def _rows(plan: Plan, kinds: Kinds, buffers: Sequence[BufferFacts]) -> Iterator[tuple[int, str, Box]]:

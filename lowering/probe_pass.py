@@ -108,7 +108,7 @@ class Recorder:
         self.alive: list[object] = []  # ids stay unique as long as their objects live
         self.inside = ""
         self.running: list[str] = []  # modules outside of blocks, the outermost first
-        self.updated: tuple[str, ...] = ()  # buffers that the forward changed
+        self.updated: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # buffers that the forward changed
         self.outside: set[str] = set()  # parameters read while no module that holds them runs
         self.flops = _Flops()
 
@@ -133,7 +133,11 @@ class Recorder:
         if not self.blocks:
             self._begin_segment()
         now = dict(self.model.named_buffers())
-        self.updated = tuple(name for name, (b, version) in buffers.items() if now.get(name) is not b or b._version != version)
+        self.updated = tuple(
+            (name, tuple(b.shape), str(b.dtype).removeprefix("torch."))
+            for name, (b, version) in buffers.items()
+            if now.get(name) is not b or b._version != version
+        )
         return self._observation(output, rows, random=not torch.equal(state, torch.get_rng_state()))
 
     def _call_children(self, x: Any) -> Any:

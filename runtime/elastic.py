@@ -253,9 +253,8 @@ class ElasticSession:
         if found.plan is not None:
             self._reroute(base, found, store)
             return
-        tells = self.rank == min(living)
         try:
-            self._move(base, decision, now, store, tells=tells)
+            self._move(base, decision, now, store, tells=self.rank == min(living))
         except StateLost as lost:
             if now.committed > 0:
                 raise RunError(f"{lost}; {no_way_back(base)}") from None
@@ -273,11 +272,9 @@ class ElasticSession:
         if not self._island.made or any(rank in reports and reports[rank].broken for rank in self._island.ranks):
             self._island.make(store, decision.generation)
         built = self._built or build(plan, {p.name for p in owned_parameters(plan, self.rank)}, self.device)
-        self._built = None
-        self._part = Part(plan, self.rank, self._island.mesh, built, self._maker.optimizer)
-        self._partial.clean = True
+        self._part, self._built = Part(plan, self.rank, self._island.mesh, built, self._maker.optimizer), None
+        self._partial = Partial()
         self._holds, self._plans = plan.generation, {plan.generation: plan}
-        self._partial.forget()
         groups = self._grouped(plan, store)
         if self._resume:
             self._load(plan, store, groups)
@@ -291,7 +288,7 @@ class ElasticSession:
         handover = planned(plan, plan, checkpoint.step, {}, checkpoint)
         self._part = handover.receive(self._maker, self._part, self._island.mesh, groups.control)
         self.steps_taken = checkpoint.step
-        self._event("restored", seconds=0.0)
+        self._event("restored")
 
     def _catch_up(self, now: Standing) -> None:
         """Commit what others know to be committed: the step whose numbers did not arrive here, the part that was voted for."""
@@ -345,8 +342,14 @@ class ElasticSession:
 
     def _rebuild(self, plan: Plan) -> None:
         """A step was cut short inside the model; a part made anew from the same state has no trace of it."""
-        self._part = self._maker.make(plan, self._island.mesh, self.part.state())
+        self._replace(self._maker.make(plan, self._island.mesh, self.part.state()))
         self._partial.clean = True
+
+    def _replace(self, part: Part) -> None:
+        self._close_engine()
+        if self._part is not None and self._part is not part:
+            self._part.release()
+        self._part = part
 
     def _move(self, base: Plan, decision: Decision, now: Standing, store: dist.Store, *, tells: bool) -> None:
         """Go on over all living nodes in new pipelines: state moves, is verified and voted on, and then replaces what was there."""
@@ -399,15 +402,12 @@ class ElasticSession:
 
     def _adopt(self, staged: Staged) -> None:
         """The new part is everybody's; the old one goes."""
-        self._close_engine()
-        self._part = staged.part
-        self._part.drop_gradients()
+        self._replace(staged.part)
+        staged.part.drop_gradients()
         self._partial = Partial()
         self._holds = staged.plan.generation
         self._plans = {self._holds: staged.plan}
         self.steps_taken = staged.version
-
-    # --- entering a plan --------------------------------------------------------------------------------------------------------------
 
     def _grouped(self, plan: Plan, store: dist.Store) -> Groups:
         return Groups(plan, program(plan, self.rank), store, self.device, timedelta(seconds=plan.silence), self._meeting.interrupter)

@@ -20,6 +20,7 @@ from pdsl.lowering.plan import Plan
 from pdsl.lowering.transition import Message, Move, Transition
 from pdsl.runtime.digest import checksum, digest
 from pdsl.runtime.groups import CrossGroup
+from pdsl.runtime.part import BUFFER
 
 __all__ = ["Placed", "carry_out", "compare_digests", "dtype_in", "same_everywhere"]
 
@@ -120,7 +121,8 @@ def dtype_in(plan: Plan, tensor: str) -> torch.dtype:
     kind, _, name = tensor.partition("/")
     if kind in SCALARS:
         return torch.float32
-    found = next(p.dtype for p in plan.facts.parameters if p.name == name)
+    known = plan.facts.updated if kind == BUFFER else plan.facts.parameters
+    found = next(facts.dtype for facts in known if facts.name == name)
     dtype: torch.dtype = getattr(torch, found)
     return dtype
 

@@ -25,9 +25,9 @@ from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory
 from pdsl.runtime.shard import apply_tensor_parallel, live_names, shard_layers
 from pdsl.runtime.stage import StageRunner
 
-__all__ = ["WEIGHT", "Part", "bare_copy", "with_memory"]
+__all__ = ["BUFFER", "WEIGHT", "Part", "bare_copy", "with_memory"]
 
-WEIGHT = "weight"
+WEIGHT, BUFFER = "weight", "buffer"
 
 
 class Part:
@@ -52,6 +52,8 @@ class Part:
         self.tensors = {p.name: named[names[p.name]] for p in owned}
         self.parameters = {p.name: self.tensors[p.name] for p in owned if p.trainable}
         self.boxes = _boxes(plan, rank, owned)
+        mine = {i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)}
+        self._updated = tuple(b.name for b in plan.facts.updated if mine.intersection(b.layers))
         self._check_boxes(plan, rank)
         self.optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer)
 
@@ -63,12 +65,14 @@ class Part:
                 raise RunError(f"{name}: rank {rank} holds a part of shape {held}, the plan says {planned} ({plan.layout(name).style})")
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The local boxes of all that makes up the owned layers: `weight/NAME`, and what the optimizer keeps, such as `exp_avg/NAME`.
+        """The local boxes of all that makes up the owned layers: `weight/NAME`, `buffer/NAME` for buffers that the
+        forward updates, and what the optimizer keeps, such as `exp_avg/NAME`.
 
         They share storage with the part. What the optimizer has not made yet is not there: that is not the same as zero.
         """
         weights = {f"{WEIGHT}/{name}": local_tensor(p.data) for name, p in self.tensors.items()}
-        return weights | self.optimizer.state()
+        buffers = {f"{BUFFER}/{name}": self.model.get_buffer(name) for name in self._updated}
+        return weights | buffers | self.optimizer.state()
 
     def kinds(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What the optimizer keeps, and the parameters with a part here for which it keeps nothing yet."""
@@ -86,7 +90,9 @@ class Part:
         """Take over weights by copy, and the optimizer's state as it is. Raises KeyError if a weight is missing."""
         for name, parameter in self.tensors.items():
             local_tensor(parameter.data).copy_(state[f"{WEIGHT}/{name}"])
-        self.optimizer.load({key: value for key, value in state.items() if not key.startswith(f"{WEIGHT}/")})
+        for name in self._updated:
+            self.model.get_buffer(name).copy_(state[f"{BUFFER}/{name}"])
+        self.optimizer.load({key: value for key, value in state.items() if not key.startswith((f"{WEIGHT}/", f"{BUFFER}/"))})
 
     def settle(self) -> None:
         """Wait for gradients that FSDP2 has under way."""
@@ -99,6 +105,12 @@ class Part:
         found = {name: grad for name, p in self.parameters.items() if (grad := final_gradient(p)) is not None}
         self.drop_gradients()
         return found
+
+    def release(self) -> None:
+        """Free the weights of a part that another has replaced: modules are in cycles, and a collection of garbage costs half a second."""
+        self.drop_gradients()
+        for parameter in self.tensors.values():
+            local_tensor(parameter.data).untyped_storage().resize_(0)
 
     def drop_gradients(self) -> None:
         """Forget what was computed of a step."""

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from pdsl.lowering.boxes import chunk
 from pdsl.lowering.cells import Cell, cells, inside, intersect, pieces, subtract, volume
+from pdsl.lowering.facts import BufferFacts
 from pdsl.lowering.holdings import (
     STORAGE,
-    BufferFacts,
     Holding,
     LogicalTensor,
     Need,
@@ -243,7 +243,7 @@ def test_frozen_parameters_have_no_optimizer_state_and_buffers_are_whole_on_ever
     model = facts(4)
     frozen = evolve(model, parameters=tuple(evolve(p, trainable=p.name != "embed.weight") for p in model.parameters))
     plan = rectangular(positions=2, shard=2, model=frozen)
-    count = BufferFacts("blocks.0.count", (3,), 8, (1,))
+    count = BufferFacts("blocks.0.count", (3,), "int64", (1,))
     tensors = {t.name: t for t in state_tensors(plan, ADAM, [count])}
     assert "exp_avg/embed.weight" not in tensors
     assert tensors["buffer/blocks.0.count"].bytes == 24

@@ -45,6 +45,8 @@ from pdsl.runtime.session import StepResult
 
 __all__ = ["ElasticSession"]
 
+_ATTEMPTS = 20  # each ends with a loss or by chance; that many in a row have a cause that no further one would mend
+
 
 class ElasticSession:
     """One rank. `start` first, then `step` until done; `recover` after the others were found not to be done.
@@ -96,8 +98,6 @@ class ElasticSession:
         built = build(plan, owned, self.device)
         self._maker = PartMaker(rank, bare_copy(built), self.device, optimizer)
         self._built: torch.nn.Module | None = built
-
-    # --- steps ------------------------------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -226,7 +226,7 @@ class ElasticSession:
 
     def _take(self, decision: Decision) -> None:
         """Go on as a decision says; if that is interrupted, as the next one says."""
-        while True:
+        for _ in range(_ATTEMPTS):
             try:
                 with self._meeting.store(decision) as store:
                     self._at("group")
@@ -235,6 +235,9 @@ class ElasticSession:
             except PeerFault as fault:
                 self._event("fault", reason=str(fault))
                 decision = self._stand_still()
+        raise RunError(
+            f"the nodes agreed {_ATTEMPTS} times on how to go on, and none of it came about; the last decision was {decision.generation}"
+        )
 
     def _settle(self, decision: Decision, store: dist.Store) -> None:
         reports = {rank: Report.from_data(data) for rank, data in decision.reports.items()}
@@ -314,8 +317,6 @@ class ElasticSession:
         plan = Plan.from_json(store.get("plan").decode())
         self.steps_taken = now.committed
         return evolve(plan, job=evolve(plan.job, directory=self._plan.job.directory))
-
-    # --- the two answers --------------------------------------------------------------------------------------------------------------
 
     def _reroute(self, base: Plan, found: Course, store: dist.Store) -> None:
         """Go on in place: finish the interrupted step with what is left to run, then run whole steps under the new plan."""

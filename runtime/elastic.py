@@ -415,8 +415,7 @@ class ElasticSession:
 
     def _enter(self, plan: Plan, groups: Groups, first: Plan | None = None) -> None:
         """Put a plan in force; `first` is the plan of the rest of a step that comes before."""
-        self._plan, self._groups = plan, groups
-        self._gain = None
+        self._plan, self._groups, self._gain = plan, groups, None
         self._run_plan(plan if first is None else first, groups)
 
     def _run_plan(self, plan: Plan, groups: Groups) -> None:

@@ -15,7 +15,8 @@ __all__ = ["start_agent"]
 
 
 def start_agent(options: argparse.Namespace, plan: Plan) -> int:
-    """Become one node of the plan. Does not return where all is well. Raises Invocation for options that cannot be meant."""
+    """Become one node of the plan. Does not return where all is well. Raises Invocation for options that cannot be meant, RunError if nothing can be resumed."""
+    from pdsl.api import check_resume
     from pdsl.runtime.node import NodeJob, become_node
     from pdsl.runtime.rendezvous import addresses_of
 
@@ -31,10 +32,12 @@ def start_agent(options: argparse.Namespace, plan: Plan) -> int:
         raise Invocation(f"--node {options.node}: nodes are numbered from 0")
     if not 0 < options.patience < float("inf"):
         raise Invocation(f"--patience {options.patience:g} is not a number of seconds above zero")
+    if options.resume:
+        check_resume(plan)
     cores = len(os.sched_getaffinity(0))
     job = NodeJob(
         plan=plan.to_json(),
-        arguments={"steps": options.steps},
+        arguments={"steps": options.steps, "resume": options.resume},
         addresses=addresses,
         node=options.node,
         host=options.host,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.grammar.errors import PlanError, RunError, SpecError
+from pdsl.grammar.errors import NotExecuted, PlanError, RunError, SpecError
 from pdsl.grammar.source import Source
 from pdsl.lowering.spec import ModelSpec, Spec
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Model = nn.Module | Callable[..., nn.Module]
     Batch = Mapping[str, Tensor] | Tensor
 
-__all__ = ["PathOrText", "check", "check_source", "compile", "load", "load_source", "run", "session", "verify"]
+__all__ = ["PathOrText", "check", "check_resume", "check_source", "compile", "load", "load_source", "run", "session", "verify"]
 
 PathOrText = str | os.PathLike[str]
 
@@ -132,6 +132,7 @@ def run(
     progress: bool = True,
     log_dir: str | None = None,
     port: int = 0,
+    resume: bool = False,
 ) -> RunReport:
     """Train as a plan says: on local processes, or as one rank of many where torchrun started this process.
 
@@ -144,21 +145,30 @@ def run(
         progress: Show a bar, or a line now and then, on stderr.
         log_dir: A folder for what each rank prints, one file each.
         port: Where local processes meet; 0 takes any free port. torchrun has its own options for it.
+        resume: Begin where the newest checkpoint of the spec ends, under whatever plan it was written; with the first step if there is none yet.
 
     Returns:
-        Losses, samples and seconds, the same on every rank.
+        Losses, samples and seconds of the steps that were taken, the same on every rank.
 
     Raises:
-        RunError: The run could not start or go on; RankError if one rank failed, NotExecuted if the plan asks for what this version cannot do.
+        RunError: The run could not start or go on, or there is nothing to resume; RankError if one rank failed, NotExecuted if the plan
+            asks for what this version cannot do.
     """
     from pdsl.runtime.launch import join, launch, membership, one_voice
     from pdsl.runtime.train import RunReport, train_rank
 
     _check_steps(steps)
-    if plan.budget is not None and plan.budget.lose > 0 and membership() is None:
-        return _run_resilient(plan, steps, metrics, progress=progress, log_dir=log_dir, port=port)
-    told = {"steps": steps, "metrics": None if metrics is None else os.fspath(metrics), "progress": progress}
+    if resume:
+        check_resume(plan)
     member = membership()
+    if member is None and plan.budget is not None and plan.budget.lose > 0:
+        return _run_resilient(plan, steps, metrics, progress=progress, log_dir=log_dir, port=port, resume=resume)
+    told = {"steps": steps, "metrics": None if metrics is None else os.fspath(metrics), "progress": progress}
+    if member is not None and plan.budget is not None and plan.budget.lose > 0:
+        raise RunError(
+            f"the plan is to survive the loss of {plan.budget.lose}, and torchrun ends all ranks when one dies: start "
+            "`pdsl agent FILE --rendezvous HOST:PORT` on each machine, or run with fault_budget.lose=0"
+        )
     if member is not None:
         store = join(plan, member)
         with one_voice(store, member.rank):
@@ -169,7 +179,7 @@ def run(
 
 
 def _run_resilient(
-    plan: Plan, steps: int | None, metrics: str | os.PathLike[str] | None, *, progress: bool, log_dir: str | None, port: int
+    plan: Plan, steps: int | None, metrics: str | os.PathLike[str] | None, *, progress: bool, log_dir: str | None, port: int, resume: bool
 ) -> RunReport:
     """One agent for each node of the plan on this machine, as it would be on as many machines."""
     from pdsl.runtime.record import Recorder
@@ -181,9 +191,13 @@ def _run_resilient(
     path = None if metrics is None else os.fspath(metrics)
     with Reporter(total, metrics=path, progress=progress, generation=0, active=True) as reporter:
         record = Recorder(reporter)
-        launch_resilient(plan, "train", {"steps": steps}, log_directory=log_dir, on_event=record, port=port)
+        launch_resilient(plan, "train", {"steps": steps, "resume": resume}, log_directory=log_dir, on_event=record, port=port)
+    if not record.losses:
+        raise RunError(
+            f"the checkpoint is of step {record.began}, and the run has {total} steps: none is left to take; more steps would do"
+        )
     losses = tuple(record.losses[step] for step in sorted(record.losses))
-    return RunReport(total, losses, total * plan.job.batch, record.seconds, path)
+    return RunReport(len(losses), losses, len(losses) * plan.job.batch, record.seconds, path)
 
 
 def verify(plan: Plan, *, steps: int = 3, tolerance: float = 1e-5) -> VerifyReport:
@@ -236,6 +250,16 @@ def session(plan: Plan, model: Model | None = None, *, optimizer: OptimizerFacto
     rank, local, store = (0, 0, None) if member is None else (member.rank, member.local_rank, join(plan, member))
     with Session(plan, rank, store, local_rank=local, model=model, optimizer=optimizer) as made:
         yield made
+
+
+def check_resume(plan: Plan) -> None:
+    """Whether a run of a plan can go on from a checkpoint. Raises NotExecuted without a fault budget, RunError if nothing is ever saved."""
+    if plan.budget is None or plan.budget.lose < 1:
+        raise NotExecuted(
+            "going on from a checkpoint is executed for plans with fault_budget { lose = 1 } or more; this plan has no such budget"
+        )
+    if plan.saving is None:
+        raise RunError("there is nothing to go on from: the spec has no checkpoint block, so no run of it has saved anything")
 
 
 def _check_steps(steps: int | None) -> None:

@@ -117,6 +117,9 @@ def arguments() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argument
     run = commands.add_parser("run", help="train", description="Train: on local processes, or as one rank of many under torchrun.")
     run.add_argument("file", metavar="FILE", help="a .pdsl file, or a plan that was written with -o")
     run.add_argument("--steps", type=_positive, metavar="N", help="steps to take instead of those of the spec")
+    run.add_argument(
+        "--resume", action="store_true", help="begin where the newest checkpoint ends; with the first step if there is none yet"
+    )
     run.add_argument("--metrics", metavar="FILE", help="write one JSON object a step")
     run.add_argument("--port", type=_positive, default=0, metavar="N", help="the port where the ranks meet (default: any free one)")
     run.add_argument("--log-dir", metavar="FOLDER", help="write what each rank has to say into a file of its own")
@@ -222,6 +225,7 @@ def _agent_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=_positive, metavar="N", help="steps to take instead of those of the spec; the same on every machine"
     )
+    parser.add_argument("--resume", action="store_true", help="begin where the newest checkpoint ends; the same on every machine")
     parser.add_argument("--metrics", metavar="FILE", help="write one JSON object a step, as this node sees it")
     parser.add_argument("--log-dir", metavar="FOLDER", help="write what each rank has to say into a file of its own")
 

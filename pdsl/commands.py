@@ -193,7 +193,7 @@ def run(options: argparse.Namespace) -> int:
     if speaks:
         for text in made.pending:
             sys.stderr.write(f"not executed: {text}\n")
-    report = api.run(made, steps=options.steps, metrics=options.metrics, log_dir=options.log_dir, port=options.port)
+    report = api.run(made, steps=options.steps, metrics=options.metrics, log_dir=options.log_dir, port=options.port, resume=options.resume)
     if not speaks:
         return CLEAN
     first, last = report.losses[0], report.losses[-1]

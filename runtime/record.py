@@ -18,7 +18,9 @@ _STEP = ("step", "loss", "grad_norm", "samples", "seconds", "digest")
 
 
 class Recorder:
-    """Takes the events of a `Cluster`. `losses` are those of the committed steps, by step; `recoveries` the seconds from each loss to the next of them."""
+    """Takes the events of a `Cluster`. `losses` are those of the committed steps, by step; `recoveries` the seconds from each loss to the next of
+    them, `began` the steps that a checkpoint had before the first of them.
+    """
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -26,6 +28,7 @@ class Recorder:
         self._fault: float | None = None
         self.losses: dict[int, float] = {}
         self.digests: dict[int, str] = {}
+        self.began = 0
         self.recoveries: list[float] = []
         self.seconds = 0.0
 
@@ -40,6 +43,8 @@ class Recorder:
         if key in self._heard:
             return
         self._heard.add(key)
+        if kind == "restored" and not self.losses:
+            self.began = event["step"]
         if kind == "lost" and self._fault is None:
             self._fault = event["time"]
         self._reporter.write({k: v for k, v in event.items() if k not in ("rank", "time")})
@@ -110,6 +115,7 @@ _TOLD: dict[str, Any] = {
     "rerouted": _rerouted,
     "moved": _moved,
     "restored": lambda e: f"  read from a checkpoint: training goes on after {e['step']} steps",
+    "fresh": lambda e: f"there is no checkpoint in {e['path']} yet: training begins with the first step",
     "saved": lambda e: "",
     "unsaved": lambda e: f"no checkpoint of step {e['step']}: {e['reason']}",
     "fault": lambda e: "",

@@ -73,6 +73,8 @@ def train_resilient(
     )
     try:
         session.start()
+        if resume and speaks and session.steps_taken == 0 and plan.saving is not None:
+            link.tell({"event": "fresh", "generation": session.plan.generation, "step": 0, "path": plan.saving.path})
         gc.collect()
         gc.freeze()  # a collection in the middle of a recovery would cost more than all the rest of it
         while True:

@@ -57,6 +57,7 @@ def four(lose=1, nodes=4):
 # --- real runs ------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)
 def test_a_loss_within_the_budget_is_equal_and_one_beyond_it_is_no_failure(tmp_path, monkeypatch, capfd):
     chosen = {
         7: (Fault(1, "backward", 2, "rank"),),
@@ -80,6 +81,7 @@ def test_a_loss_within_the_budget_is_equal_and_one_beyond_it_is_no_failure(tmp_p
     assert not saved.exists()
 
 
+@pytest.mark.timeout(300)
 def test_a_run_that_hangs_is_ended_and_told(monkeypatch):
     monkeypatch.setattr(module, "recovered", lambda silence: 0.0)
     monkeypatch.setattr(module, "_SLOWER", 1)

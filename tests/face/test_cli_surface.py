@@ -14,8 +14,8 @@ SPEC = {"--set", "--profile", "--world"}
 SURFACE = {
     "check": (["files"], {"--format", "--no-model", "--stdin-filename", "--fail-on", *SPEC}),
     "plan": (["file"], {"-o", "--output", "--format", "--svg", "--origins", "--print-after", *SPEC}),
-    "run": (["file"], {"--steps", "--metrics", "--log-dir", "--port", *SPEC}),
-    "agent": (["file"], {"--rendezvous", "--node", "--host", "--patience", "--steps", "--metrics", "--log-dir", *SPEC}),
+    "run": (["file"], {"--steps", "--resume", "--metrics", "--log-dir", "--port", *SPEC}),
+    "agent": (["file"], {"--rendezvous", "--node", "--host", "--patience", "--steps", "--resume", "--metrics", "--log-dir", *SPEC}),
     "verify": (["file"], {"--steps", "--tolerance", *SPEC}),
     "chaos": (["file"], {"--seed", "--kills", "--runs", "--steps", "--tolerance", "--format", *SPEC}),
     "simulate": (

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from attrs import define, field
 
 from pdsl.grammar.errors import RunError
@@ -22,6 +21,7 @@ from pdsl.runtime.gradients import Reducer
 from pdsl.runtime.groups import Groups
 from pdsl.runtime.objective import Objective
 from pdsl.runtime.shard import Units
+from pdsl.runtime.waits import Pending
 
 __all__ = ["Executor", "StageCall", "StepSums"]
 
@@ -67,8 +67,8 @@ class Executor:
     _last_backward: frozenset[int] = field(init=False)
     _own_stages: tuple[int, ...] = field(init=False)
     _current: Action = field(init=False)
-    _posted: dict[tuple[ActionKind, int, int], tuple[list[dist.Work], tuple[torch.Tensor, ...]]] = field(factory=dict, init=False)
-    _sends: list[tuple[dist.Work, torch.Tensor]] = field(factory=list, init=False)
+    _posted: dict[tuple[ActionKind, int, int], tuple[list[Pending], tuple[torch.Tensor, ...]]] = field(factory=dict, init=False)
+    _sends: list[tuple[Pending, torch.Tensor]] = field(factory=list, init=False)
     _flying: dict[_Key, _InFlight] = field(factory=dict, init=False)
     _handed: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, ...]] = field(factory=dict, init=False)
     _ready: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, ...]] = field(factory=dict, init=False)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +17,7 @@ from pdsl.lowering.ownership import holders, owned_parameters
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Bucket, Program
 from pdsl.runtime.groups import Groups
+from pdsl.runtime.waits import Pending
 
 __all__ = ["Reducer", "final_gradient", "local_tensor"]
 
@@ -63,7 +63,7 @@ class Reducer:
         self._flat = [self._make_flat(b) for b in self._buckets]
         self._stages_left: list[set[int]] = []
         self._waiting: list[set[str]] = []
-        self._works: dict[int, dist.Work] = {}
+        self._works: dict[int, Pending] = {}
         self._failure: RuntimeError | None = None
         facts = {p.name: p for p in owned_parameters(plan, program.rank)}
         self._counted = tuple(n for n in self._parameters if holders(plan, facts[n], program.rank)[0] == program.rank)

@@ -7,8 +7,7 @@ a prefix of the store per generation and can be dropped and made anew.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -20,6 +19,7 @@ from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Program
 from pdsl.runtime.sockets import Interrupter
+from pdsl.runtime.waits import LARGE, Collective, Pending, Transfer
 
 __all__ = ["CROSS_SOCKETS", "ISLAND_SOCKETS", "PIPELINE_SOCKETS", "CrossGroup", "Groups", "device_of", "island_mesh"]
 
@@ -53,31 +53,67 @@ class _Transport(Protocol):
     def allgather(self, found: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> dist.Work: ...
 
 
-class CrossGroup:
-    """A process group over a few global ranks that is not torch's WORLD. All calls are asynchronous and return a `Work`."""
+_left_behind: list[tuple[_Transport, tuple[Pending, ...]]] = []
+"""Groups that were dropped with collectives under way: their end would wait for them, and the whole process with it."""
 
-    def __init__(self, name: str, ranks: Sequence[int], rank: int, store: dist.Store, device: torch.device, timeout: timedelta) -> None:
+
+class CrossGroup:
+    """A process group over a few global ranks that is not torch's WORLD. All calls are asynchronous and return what can be waited for.
+
+    `cut` tells whether somebody has shut the sockets of this group; None if nobody ever does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        store: dist.Store,
+        device: torch.device,
+        timeout: timedelta,
+        cut: Callable[[], bool] | None = None,
+    ) -> None:
         self.ranks = tuple(ranks)
         self.device = device
         self._index = {r: i for i, r in enumerate(self.ranks)}
+        self._cut = cut if device.type == "cpu" else None
+        self._under_way: list[Pending] = []
         prefix = dist.PrefixStore(name, store)
         self._group = _transport(prefix, self._index[rank], len(self.ranks), device, timeout)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        return self._group.send([tensor], self._index[peer], tag)
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        return self._transfer(self._group.send([tensor], self._index[peer], tag), tensor)
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        return self._group.recv([tensor], self._index[peer], tag)
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        return self._transfer(self._group.recv([tensor], self._index[peer], tag), tensor)
 
-    def sum(self, tensor: torch.Tensor) -> dist.Work:
+    def sum(self, tensor: torch.Tensor) -> Pending:
         """All-reduce in place."""
-        return self._group.allreduce([tensor])
+        return self._collective(self._group.allreduce([tensor]))
 
     def gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The same-shaped tensor of every rank, in order of rank; blocks."""
         found = [torch.empty_like(tensor) for _ in self.ranks]
-        self._group.allgather([found], [tensor]).wait()
+        self._collective(self._group.allgather([found], [tensor])).wait()
         return tuple(found)
+
+    def _transfer(self, work: dist.Work, tensor: torch.Tensor) -> Pending:
+        return work if self._cut is None or tensor.nbytes < LARGE else Transfer(work, self._cut)
+
+    def _collective(self, work: dist.Work) -> Pending:
+        if self._cut is None:
+            return work
+        begun = Collective(work, self._cut)
+        self._under_way = [c for c in self._under_way if not c.is_completed()]
+        self._under_way.append(begun)
+        return begun
+
+    def __del__(self) -> None:
+        """The group goes without waiting for what is under way, also if an error has dropped it."""
+        _left_behind[:] = [entry for entry in _left_behind if not all(c.is_completed() for c in entry[1])]
+        left = tuple(c for c in self._under_way if not c.is_completed())
+        if left:
+            _left_behind.append((self._group, left))
 
 
 def _transport(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> _Transport:
@@ -132,8 +168,11 @@ class Groups:
             self._made[ranks] = self._make("sum" + "-".join(map(str, ranks)), ranks)
 
     def _make(self, name: str, ranks: tuple[int, ...], key: str = CROSS_SOCKETS) -> CrossGroup:
-        with self._interrupter.making(key) if self._interrupter is not None else nullcontext():
+        interrupter = self._interrupter
+        if interrupter is None:
             return CrossGroup(name, ranks, self.rank, self._store, self.device, self._timeout)
+        with interrupter.making(key):
+            return CrossGroup(name, ranks, self.rank, self._store, self.device, self._timeout, lambda: interrupter.interrupted(key))
 
     def summing(self, ranks: tuple[int, ...]) -> CrossGroup:
         """The group over which gradients held by `ranks` are summed."""

@@ -82,6 +82,10 @@ class Interrupter:
                 _shut(self._known.get(key, {}))
         threading.Thread(target=self._while_making, daemon=True).start()
 
+    def interrupted(self, key: str) -> bool:
+        """Whether the groups of a key were interrupted and not forgotten since."""
+        return key in self._interrupted
+
     def _while_making(self) -> None:
         while True:
             with self._lock:

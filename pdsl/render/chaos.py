@@ -31,7 +31,7 @@ _POINT = {
     "backward": "before a backward of step {step}",
     "sums": "before the sums of step {step}",
     "commit": "at the commit of step {step}",
-    "applied": "after step {step}",
+    "applied": "right after {done}",
     "agree": "before it agrees, from step {step} on",
     "group": "while groups are made, from step {step} on",
     "move": "before state moves, from step {step} on",
@@ -63,7 +63,8 @@ _SHOWN = {"equal": "equal", "unequal": "NOT EQUAL", "late": "LATE", "hung": "HUN
 
 def _fault_in_words(fault: Fault, ranks_per_node: int, trial: Trial) -> str:
     node = fault.rank // ranks_per_node
-    told = f"{_HOW[fault.how].format(rank=fault.rank, node=node)} {_POINT[fault.point].format(step=fault.step)}"
+    point = _POINT[fault.point].format(step=fault.step, done=plural(max(1, fault.step), "step"))
+    told = f"{_HOW[fault.how].format(rank=fault.rank, node=node)} {point}"
     return told if node in trial.struck or trial.end else f"{told} (it never came there)"
 
 

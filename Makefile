@@ -52,6 +52,11 @@ format: $(STAMP) ## repair what ruff can repair
 bench: $(STAMP) ## run every script of tests/benchmarks
 	@$(foreach script,$(BENCHMARKS),echo "== $(script)"; $(BIN)/python $(script);)
 
+.PHONY: chaos
+chaos: $(STAMP) ## a hundred runs with random faults, each compared with an undisturbed one
+	$(BIN)/pdsl chaos pdsl/examples/resilient.pdsl --runs 50
+	$(BIN)/pdsl chaos pdsl/examples/two_losses.pdsl --runs 50
+
 .PHONY: clean
 clean: ## remove caches, build products and run outputs; keeps .venv
 	@rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

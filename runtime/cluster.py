@@ -62,6 +62,7 @@ class _Outcome:
     over: bool = False
     results: dict[int, bytes | None] = Factory(dict)
     failures: dict[int, Message] = Factory(dict)
+    mild: dict[int, Message] = Factory(dict)  # what cost a node and was not to end the run
     first_failure_at: float | None = None
     error: RunError | None = None
 
@@ -314,7 +315,7 @@ class Cluster:
         )
 
     def _hear(self, node: _Node, message: Message) -> None:
-        if node.node in self._lost and message["kind"] != "end":
+        if node.node in self._lost and message["kind"] not in {"end", "failed"}:
             return
         match message["kind"]:
             case "tell":
@@ -323,14 +324,15 @@ class Cluster:
                 found = message["result"]
                 self._outcome.results[message["rank"]] = None if found is None else base64.b64decode(found)
             case "failed":
-                self._failed(message)
+                self._failed(message, lost=node.node in self._lost)
             case "event":
                 self._hear_event(message["event"])
             case "end":
                 node.reason, node.status = message["reason"], message["status"]
 
-    def _failed(self, message: Message) -> None:
-        if not message["fatal"]:
+    def _failed(self, message: Message, *, lost: bool) -> None:
+        if lost or not message["fatal"]:
+            self._outcome.mild[message["rank"]] = message["outcome"]
             return
         self._outcome.failures[message["rank"]] = message["outcome"]
         self._outcome.first_failure_at = self._outcome.first_failure_at or time.monotonic()
@@ -402,6 +404,14 @@ class Cluster:
             return False  # some have still to come
         if at is not None:
             return False
-        why = "; ".join(f"node {n.node}: {n.reason or 'its agent died'}" for n in self._nodes.values())
-        outcome.error = RunError(f"no node is left that could go on ({why})")
+        outcome.error = self._nobody_left()
         return True
+
+    def _nobody_left(self) -> RunError:
+        """If the last nodes fell to an exception, perhaps the same one everywhere, that is what ended the run."""
+        per_node = self._plan.ranks_per_node
+        for rank, found in self._outcome.mild.items():
+            if rank // per_node in self._members and not found["follows"]:
+                return RankError(rank, f"{reason_of(found)}; no node is left that could go on", found["traceback"])
+        why = "; ".join(f"node {n.node}: {n.reason or 'its agent died'}" for n in self._nodes.values())
+        return RunError(f"no node is left that could go on ({why})")

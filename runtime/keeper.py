@@ -26,6 +26,7 @@ class Keeper:
         self._started = 0
         self._marked = 0
         self._marking: Thread | None = None
+        self._owed = False
 
     @property
     def saved(self) -> int:
@@ -36,13 +37,18 @@ class Keeper:
         return 0 if handle.error else handle.step
 
     def after(self, steps: int, plan: Plan, state: Callable[[], Mapping[str, torch.Tensor]], *, now: bool = False) -> None:
-        """Save if it is time, or at once. A save that is still under way is not doubled: then the next time is waited for."""
-        due = self._saving is not None and steps > 0 and steps != self._started and (now or steps % self._saving.every == 0)
+        """Save if it is time, or at once. A save that is still under way is not doubled: then the next time is waited for.
+
+        What was wanted at once and could not be begun is begun after the next step: a save of this step may be under way with a rank that is lost,
+        and will never be whole. It is not begun again, for a node that was only silent may yet write its old share of it.
+        """
+        self._owed |= now
+        due = self._saving is not None and steps > 0 and steps != self._started and (self._owed or steps % self._saving.every == 0)
         if not due or self._saving is None or (self._under_way is not None and not self._under_way.done):
             return
         if self._under_way is not None and self._under_way.error:
             self._on_event("unsaved", reason=self._under_way.error)
-        self._started = steps
+        self._started, self._owed = steps, False
         self._under_way = save(self._saving.path, steps, plan, self._rank, state(), asynchronous=self._saving.asynchronous)
 
     def agreed(self, saved: int, plan: Plan) -> None:

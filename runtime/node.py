@@ -19,7 +19,7 @@ from pdsl.lowering.plan import Plan
 from pdsl.runtime.agents import host_node
 from pdsl.runtime.launch import make_folder, reason_of
 from pdsl.runtime.peers import Identity
-from pdsl.runtime.ranks import Work, ranks_of, task_of
+from pdsl.runtime.ranks import Work, preload, ranks_of, task_of
 from pdsl.runtime.rendezvous import Address, meet
 from pdsl.runtime.wire import Message
 
@@ -78,7 +78,8 @@ def _run(job: NodeJob) -> None:
         make_folder(job.log_directory)
     place = meet(plan, job.addresses, node=job.node, host=job.host, patience=job.patience, say=_say)
     _say(f"this is node {place.node}" + (", which joins" if place.roster.joining else ""))
-    task_of(job.task)  # imports torch, before any rank is forked
+    task_of(job.task)  # before any rank is forked
+    preload()
     gc.collect()
     gc.freeze()
     work = Work(plan, job.task, job.arguments, job.threads, plan.silence, job.log_directory)

@@ -21,7 +21,7 @@ from typing import NoReturn
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.agents import host_node
 from pdsl.runtime.peers import Identity
-from pdsl.runtime.ranks import Work, die_with_parent, ranks_of, task_of
+from pdsl.runtime.ranks import Work, die_with_parent, preload, ranks_of, task_of
 from pdsl.runtime.wire import Channel, Lines, Message, listen
 
 __all__ = ["main"]
@@ -69,10 +69,9 @@ def _obey(order: Message, selector: selectors.BaseSelector, agents: dict[int, in
 def _prepare(tasks: list[str]) -> None:
     reason = None
     try:
-        import torch.distributed  # noqa: F401
-
         for task in tasks:
             task_of(task)
+        preload()
     except Exception as error:  # noqa: BLE001  a user's module may raise anything; the launcher must hear of it
         reason = str(error)
     gc.collect()

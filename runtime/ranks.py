@@ -23,7 +23,7 @@ from pdsl.runtime.link import Link
 from pdsl.runtime.view import BEATS
 from pdsl.runtime.wire import Channel
 
-__all__ = ["TASKS", "RankProcess", "Work", "die_with_parent", "fork_rank", "in_words_of_status", "ranks_of", "task_of"]
+__all__ = ["TASKS", "RankProcess", "Work", "die_with_parent", "fork_rank", "in_words_of_status", "preload", "ranks_of", "task_of"]
 
 TASKS = {"train": "pdsl.runtime.resilient_train:train_resilient"}
 """What ranks can do, by name: `function(plan, rank, link, **arguments)`."""
@@ -98,6 +98,15 @@ def task_of(name: str) -> Callable[..., Any]:
 def ranks_of(plan: Plan, node: int) -> tuple[int, ...]:
     """The ranks of a node, also of one that is in no plan yet."""
     return tuple(range(node * plan.ranks_per_node, (node + 1) * plan.ranks_per_node))
+
+
+def preload() -> None:
+    """Import what every rank will need of torch, for a process that forks them.
+
+    The last is imported by torch itself when a tensor is first filled with normal numbers, and would cost every rank a second of a core.
+    """
+    for name in ("torch", "torch.distributed", "torch._dynamo"):
+        importlib.import_module(name)
 
 
 def die_with_parent() -> None:

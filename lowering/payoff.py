@@ -36,8 +36,14 @@ class Gain:
 
 
 def gain(plan: Plan) -> Gain | None:
-    """What new pipelines over the nodes of a re-routed plan would bring; None if nothing was lost, they are not wanted, or there are none."""
-    if plan.budget is None or all(p.whole for p in plan.pipelines) or "retemplate" not in plan.budget.recover:
+    """What new pipelines over the nodes of a re-routed plan would bring; None if they are not wanted, or there are none, or nothing is amiss: every
+    pipeline is whole, and there are enough of them to survive the next loss.
+    """
+    budget = plan.budget
+    if budget is None or "retemplate" not in budget.recover:
+        return None
+    before = min(copies(plan))
+    if before > budget.lose and all(p.whole for p in plan.pipelines):
         return None
     try:
         after = retemplate(plan, plan.nodes, layers_held(plan), generation=plan.generation + 1)
@@ -45,7 +51,7 @@ def gain(plan: Plan) -> Gain | None:
         return None
     now = step_time(plan)
     share = float((now - step_time(after)) / now) if now else 0.0
-    return Gain(share, REGROUPING + _bytes(plan, after) / BYTES_PER_SECOND, min(copies(after)) > min(copies(plan)))
+    return Gain(share, REGROUPING + _bytes(plan, after) / BYTES_PER_SECOND, min(copies(after)) > before)
 
 
 def _bytes(plan: Plan, after: Plan) -> int:

@@ -35,7 +35,7 @@ def rescheduled(plan: Plan, template: Template, microbatches: int) -> Template:
     if template.schedule.microbatches == microbatches:
         return template
     budget = _budget(plan)
-    return evolve(template, schedule=schedule_for(budget.schedule, template.positions, budget.virtual, microbatches))
+    return evolve(template, schedule=schedule_for(budget.schedule, template.positions, budget.virtual, microbatches, plan.job.accumulate))
 
 
 def step_time(plan: Plan) -> Fraction:
@@ -79,8 +79,10 @@ def reroute(
 
 
 def _pace(plan: Plan, template: Template) -> tuple[Fraction, Fraction]:
-    """Filling time and time for each further microbatch of a template."""
-    flops = [sum(layer.flops for layer in plan.facts.layers[s.start : s.stop]) for s in template.stages]
+    """Filling time and time for each further microbatch of a template. A position runs all of its stages for each."""
+    flops = [0] * template.positions
+    for s in template.stages:
+        flops[s.position] += sum(layer.flops for layer in plan.facts.layers[s.start : s.stop])
     slowest = Fraction(3 * max(1, *flops))
     return 3 * Fraction(sum(flops)) - slowest, slowest
 
@@ -114,7 +116,7 @@ def retemplate(plan: Plan, nodes: Collection[int], held: Mapping[int, Collection
     budget = _budget(plan)
     live = sorted(nodes)
     shapes = instantiate(budget, plan.facts, len(live), plan.microbatches)
-    sizes = _layer_bytes(plan)
+    kept = _Kept(plan)
     roles: list[tuple[int, int]] = []  # (pipeline, node of it)
     weights, current = [], []
     before = _roles_now(plan)
@@ -122,7 +124,7 @@ def retemplate(plan: Plan, nodes: Collection[int], held: Mapping[int, Collection
         for at in range(count):
             wanted = _layers_of(budget.cut(count), at, plan.islands_per_node)
             roles.append((index, at))
-            weights.append([sum(sizes[i] for i in wanted.intersection(held.get(node, ()))) for node in live])
+            weights.append([kept.bytes(wanted, held.get(node, ())) for node in live])
             current.append(next((j for j, node in enumerate(live) if before.get(node) == wanted), None))
     given = assign_roles(weights, current)
     node_of = {role: live[given[r]] for r, role in enumerate(roles)}
@@ -149,12 +151,21 @@ def _layers_of(cut: Sequence[StageCut], at: int, per_node: int) -> frozenset[int
     return frozenset(i for s in cut if s.position in mine for i in range(s.start, s.stop))
 
 
-def _layer_bytes(plan: Plan) -> list[int]:
-    sizes = [1] * len(plan.facts.layers)  # a layer without parameters still weighs something: where it runs may be compiled
-    for p in plan.facts.parameters:
-        for i in p.layers[:1]:
-            sizes[i] += p.bytes
-    return sizes
+class _Kept:
+    """Bytes of parameters that stay if a node takes a part. One that several layers use stays if any of them was there and any is wanted."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._sizes = [1] * len(plan.facts.layers)  # a layer without parameters still weighs something: where it runs may be compiled
+        self._shared = [(p.bytes, frozenset(p.layers)) for p in plan.facts.parameters if len(p.layers) > 1]
+        for p in plan.facts.parameters:
+            if len(p.layers) == 1:
+                self._sizes[p.layers[0]] += p.bytes
+
+    def bytes(self, wanted: frozenset[int], held: Collection[int]) -> int:
+        """`wanted` and `held` are layers."""
+        had = frozenset(held)
+        shared = sum(size for size, layers in self._shared if layers & wanted and layers & had)
+        return shared + sum(self._sizes[i] for i in wanted & had)
 
 
 def _roles_now(plan: Plan) -> dict[int, frozenset[int]]:

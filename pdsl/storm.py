@@ -134,7 +134,7 @@ class _Run:
     def __init__(self, plan: Plan, steps: int, nursery: Nursery, faults: tuple[Fault, ...] = (), *, patience: float) -> None:
         self._plan, self._faults, self._patience = plan, faults, patience
         self._record = Recorder(Reporter(steps, metrics=None, progress=False, generation=0, active=False))
-        self._heard = 0
+        self._moved = 0.0
         self._end, self._hung = "", False
         self.events: list[dict[str, Any]] = []
         begin = time.monotonic()
@@ -155,18 +155,19 @@ class _Run:
         self.start, self.slowest = gaps[0] if gaps else 0.0, max(gaps[1:], default=0.0)
 
     def _hear(self, event: dict[str, Any]) -> None:
-        self._heard += event["event"] == "step"
+        if event["event"] == "step":
+            self._moved = time.monotonic()
         self._record(event)
 
     def _wait(self, cluster: Cluster) -> None:
         """A run that goes on without committing a step hangs, however lively its processes are."""
+        self._moved = time.monotonic()
         while True:
-            before = self._heard
             try:
-                cluster.wait(self._patience)
+                cluster.wait(max(0.0, self._moved + self._patience - time.monotonic()))
                 return
             except Overtime:
-                if self._heard == before:
+                if time.monotonic() - self._moved >= self._patience:
                     raise Overtime(f"no step within {self._patience:.0f} s, {len(self._record.losses)} were done") from None
 
     def trial(self, seed: int | None = None, calm: Trial | None = None, *, slowest: float = 0.0) -> Trial:

@@ -20,6 +20,7 @@ from pdsl.lowering.templates import cuts_for_sizes
 from pdsl.render.chaos import render_begin, render_storm_json, render_summary, render_trial
 from pdsl.render.terminal import Terminal
 from pdsl.runtime.chaos import HOW, POINTS, Fault, random_faults
+from pdsl.runtime.resilient import Nursery
 from pdsl.storm import WINDOW, Storm, Trial, compared, storm, within_budget
 from tests.plans import facts, rectangular
 from tests.tree import ROOT
@@ -83,9 +84,6 @@ def test_a_loss_within_the_budget_is_equal_and_one_beyond_it_is_no_failure(tmp_p
 
 @pytest.mark.timeout(300)
 def test_a_run_that_hangs_is_ended_and_told(monkeypatch):
-    monkeypatch.setattr(module, "recovered", lambda silence: 0.0)
-    monkeypatch.setattr(module, "_SLOWER", 1)
-    monkeypatch.setattr(module, "random_faults", lambda *given: (Fault(1, "compute", 1, "stop"),))
     processes = []
 
     class Watched(module.Cluster):
@@ -95,9 +93,12 @@ def test_a_run_that_hangs_is_ended_and_told(monkeypatch):
 
     monkeypatch.setattr(module, "Cluster", Watched)
     plan = pdsl.compile(pdsl.load(SPEC.format(lose=1, silence="120s", more="")))
-    found = list(storm(plan, kills=1, runs=1, steps=3))
-    (trial,) = found[-1].trials
-    assert (trial.verdict(1e-6), trial.hung, found[-1].ok) == ("hung", True, False)
+    nursery = Nursery("train", threads=1)
+    try:
+        trial = module._Run(plan, 3, nursery, (Fault(1, "compute", 1, "stop"),), patience=5.0).trial(0)
+    finally:
+        nursery.close()
+    assert (trial.verdict(1e-6), trial.hung, trial.ok(1e-6)) == ("hung", True, False)
     assert "no step within" in trial.end
     assert len(set(processes)) >= 8
     assert [pid for pid in processes if not _ends(pid)] == []
@@ -290,6 +291,15 @@ def test_what_cannot_be_tried_is_a_bad_invocation(lose, argv, text, tmp_path, ca
     file = written(tmp_path, lose=lose)
     assert main(["chaos", file, *argv]) == 2
     assert text.format(file=file) in capsys.readouterr().err
+
+
+def test_a_plan_that_promises_nothing_starts_no_process(monkeypatch):
+    monkeypatch.setattr(module, "Nursery", pytest.fail)
+    for plan in (evolve(four(), budget=None), four(lose=0)):
+        with pytest.raises(RunError, match="promises nothing that could be tried"):
+            next(storm(plan, kills=1, runs=1))
+    with pytest.raises(RunError, match="4 nodes are to be lost, and the plan has 4"):
+        next(storm(four(), kills=4, runs=1))
 
 
 def test_the_exit_status_and_the_json_tell_of_a_failure(tmp_path, monkeypatch, capsys):

@@ -30,7 +30,7 @@ from pdsl.runtime.build import build
 from pdsl.runtime.engine import Engine, Totals
 from pdsl.runtime.faults import PeerFault, in_words
 from pdsl.runtime.groups import Groups, device_of
-from pdsl.runtime.handover import Handover, PartMaker, Staged, planned
+from pdsl.runtime.handover import Handover, PartMaker, Phases, Staged, plan_over, planned
 from pdsl.runtime.island import Island
 from pdsl.runtime.keeper import Keeper
 from pdsl.runtime.link import Decision, Link
@@ -162,6 +162,7 @@ class ElasticSession:
             totals = engine.sum_up(self._partial.sums, self._ids(self._plan), change=asks, seconds=self._seconds, saved=saved)
         except PeerFault as error:
             fault = str(error)
+            engine.deliver()
         self._partial.clean = False  # if this fails, a rank of the island was cut short
         with in_words(lambda: f"at the end of step {self.steps_taken}", self._plan.silence):
             totals = self._island.share(totals)
@@ -221,7 +222,13 @@ class ElasticSession:
         self._at("agree")
         begin = time.perf_counter()
         decision = self._meeting.decision(report)
-        self._event("agreed", nodes=list(decision.nodes), lost=list(decision.lost), joined=list(decision.joined), seconds=_since(begin))
+        self._event(
+            "agreed",
+            nodes=list(decision.nodes),
+            lost=list(decision.lost),
+            joined=list(decision.joined),
+            seconds=time.perf_counter() - begin,
+        )
         return decision
 
     def _take(self, decision: Decision) -> None:
@@ -245,7 +252,7 @@ class ElasticSession:
         if now.holds < 0 or (now.committed == 0 and any(r.holds < 0 for r in reports.values())):
             self._begin(decision, reports, store)
             return
-        if self._holds >= 0:
+        if self._holds >= 0 or self._staged is not None:
             self._catch_up(now)
         if any(rank in reports and reports[rank].broken for rank in self._island.ranks):
             self._partial.clean = False
@@ -277,10 +284,10 @@ class ElasticSession:
         built = self._built or build(plan, {p.name for p in owned_parameters(plan, self.rank)}, self.device)
         self._part, self._built = Part(plan, self.rank, self._island.mesh, built, self._maker.optimizer), None
         self._partial = Partial()
-        self._holds, self._plans = plan.generation, {plan.generation: plan}
         groups = self._grouped(plan, store)
         if self._resume:
             self._load(plan, store, groups)
+        self._holds, self._plans = plan.generation, {plan.generation: plan}
         self._enter(plan, groups)
 
     def _load(self, plan: Plan, store: dist.Store, groups: Groups) -> None:
@@ -314,6 +321,7 @@ class ElasticSession:
             store.set("plan", self._plans[now.holds].to_json())
         if self._holds >= 0:
             return self._plans[now.holds]
+        self._part = None  # what was built for a start that never came about
         plan = Plan.from_json(store.get("plan").decode())
         self.steps_taken = now.committed
         return evolve(plan, job=evolve(plan.job, directory=self._plan.job.directory))
@@ -339,7 +347,9 @@ class ElasticSession:
         self._gain = gain(plan)
         if min(copies(plan)) == 1 and (self._gain is None or not self._gain.renews):
             self._keeper.after(self.steps_taken, plan, self.part.state, now=True)  # the last copy of a layer: save what there is
-        self._event("rerouted", again=sum(map(len, found.run)), of=plan.microbatches, copies=min(copies(plan)), seconds=_since(begin))
+        self._event(
+            "rerouted", again=sum(map(len, found.run)), of=plan.microbatches, copies=min(copies(plan)), seconds=time.perf_counter() - begin
+        )
 
     def _rebuild(self, plan: Plan) -> None:
         """A step was cut short inside the model; a part made anew from the same state has no trace of it."""
@@ -354,22 +364,22 @@ class ElasticSession:
 
     def _move(self, base: Plan, decision: Decision, now: Standing, store: dist.Store, *, tells: bool) -> None:
         """Go on over all living nodes in new pipelines: state moves, is verified and voted on, and then replaces what was there."""
-        begin = time.perf_counter()
+        phases = Phases()
         held = {node: layers for node, layers in layers_held(base).items() if node in decision.nodes}
-        plan = retemplate(base, decision.nodes, held, generation=decision.generation)
+        plan = plan_over(base, decision, held, is_new=self._holds < 0)
         handover = self._handover(base, plan, now, store, tells=tells)
-        planning = _since(begin)
+        phases.end("planning")
         if not self._island.made:
             self._island.make(store, decision.generation)
         groups = self._grouped(plan, store)
         same_everywhere(groups.control, f"{plan.hash}{handover.moves.hash}")
-        grouping = _since(begin) - planning
+        phases.end("grouping")
         if not self._partial.clean and self._part is not None:
             self._rebuild(base)
         self._at("move")
         part = handover.receive(self._maker, self._part, self._island.mesh, groups.control)
         self._staged = Staged(plan, part, handover.moves.version)
-        moving = _since(begin) - planning - grouping
+        phases.end("moving")
         self._at("vote")
         same_everywhere(groups.control, "received")  # whoever has the answer of all knows that all have received
         self._at("enter")
@@ -378,21 +388,13 @@ class ElasticSession:
         self._enter(plan, groups)
         if handover.checkpoint is not None:
             self._event("restored", lost=now.committed - self.steps_taken)
-        self._event(
-            "moved",
-            bytes=handover.moves.bytes_moved,
-            copies=min(copies(plan)),
-            pipelines=[len(p.islands) for p in plan.pipelines],
-            seconds=_since(begin),
-            planning=planning,
-            grouping=grouping,
-            moving=moving,
-        )
+        lengths = [len(p.islands) for p in plan.pipelines]
+        self._event("moved", bytes=handover.moves.bytes_moved, copies=min(copies(plan)), pipelines=lengths, **phases.all())
 
     def _handover(self, base: Plan, plan: Plan, now: Standing, store: dist.Store, *, tells: bool) -> Handover:
         """The state of the last step if all of it is left, else that of a checkpoint. Raises StateLost if there is neither."""
         try:
-            return planned(base, plan, now.committed, now.kinds_in(base))
+            return planned(base, plan, now.committed, now.kinds_in(base), lacking=now.lacking)
         except StateLost:
             if plan.budget is None or "restore" not in plan.budget.recover:
                 raise
@@ -444,7 +446,3 @@ class ElasticSession:
 
     def _event(self, event: str, **what: Any) -> None:
         self._on_event({"event": event, "generation": self._meeting.generation, "step": self.steps_taken, **what})
-
-
-def _since(begin: float) -> float:
-    return time.perf_counter() - begin

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import sqrt
 from types import MappingProxyType
 
@@ -104,7 +105,14 @@ class Engine:
         """Wait for the gradients of all ranks and agree on the numbers of the step. Raises RunError if a peer is gone or silent."""
         with in_words(lambda: f"at the sums of step {self.step}", self.plan.silence):
             self.gradients = self.reducer.finish()
-            return self._agree(sums, self.reducer.squared_norm(self.gradients), ids, change=change, seconds=seconds, saved=saved)
+            totals = self._agree(sums, self.reducer.squared_norm(self.gradients), ids, change=change, seconds=seconds, saved=saved)
+            self.executor.settle()
+            return totals
+
+    def deliver(self) -> None:
+        """After `sum_up` has failed, let the others of this pipeline have what they need to finish their own work."""
+        with suppress(RuntimeError):
+            self.executor.deliver()
 
     @torch.no_grad()
     def apply(self, totals: Totals) -> None:

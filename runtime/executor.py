@@ -82,7 +82,7 @@ class Executor:
         self._last_backward = frozenset({a.stage: i for i, a in enumerate(self.program.actions) if a.kind is ActionKind.BACKWARD}.values())
 
     def step(self, microbatches: Mapping[int, Mapping[str, torch.Tensor]]) -> StepSums:
-        """Run every action but STEP. `microbatches` are this rank's rows by global microbatch id.
+        """Run every action but STEP. `microbatches` are this rank's rows by global microbatch id. What was sent is waited for by `settle`.
 
         Raises RunError, with the action that this rank was at, if a peer is gone or silent.
         """
@@ -92,10 +92,21 @@ class Executor:
             self.units.begin_step()
         with in_words(self._where, self.plan.silence):
             self._run(microbatches, sums)
-            for work, _ in self._sends:
-                work.wait()
-        self._sends.clear()
         return sums
+
+    def settle(self) -> None:
+        """Wait for what was sent. To be called when all ranks are known to be done with the step, so that it has arrived: gloo does not always
+        tell whoever waits to send to a peer that has just died.
+        """
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def deliver(self) -> None:
+        """As `settle`, after a loss elsewhere: others of this pipeline may still need what was sent. Given up if one of them is lost too."""
+        if self.groups.transfers is not None and self._sends:
+            self.groups.transfers.watch([work for work, _ in self._sends]).wait()
+        self._sends.clear()
 
     def _where(self) -> str:
         """What this rank is at, and whom it waits for there."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -19,7 +20,7 @@ from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Program
 from pdsl.runtime.sockets import Interrupter
-from pdsl.runtime.waits import LARGE, Collective, Pending, Transfer
+from pdsl.runtime.waits import LARGE, Collective, Pending, Several, Transfer
 
 __all__ = ["CROSS_SOCKETS", "ISLAND_SOCKETS", "PIPELINE_SOCKETS", "CrossGroup", "Groups", "device_of", "island_mesh"]
 
@@ -60,7 +61,7 @@ _left_behind: list[tuple[_Transport, tuple[Pending, ...]]] = []
 class CrossGroup:
     """A process group over a few global ranks that is not torch's WORLD. All calls are asynchronous and return what can be waited for.
 
-    `cut` tells whether somebody has shut the sockets of this group; None if nobody ever does.
+    `cut` tells whether somebody has shut the sockets of this group; None if nobody ever does. Transfers of `watched` bytes or more are given up then.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class CrossGroup:
         device: torch.device,
         timeout: timedelta,
         cut: Callable[[], bool] | None = None,
+        watched: int = LARGE,
     ) -> None:
         self.ranks = tuple(ranks)
         self.device = device
         self._index = {r: i for i, r in enumerate(self.ranks)}
         self._cut = cut if device.type == "cpu" else None
+        self._watched = watched
         self._under_way: list[Pending] = []
         prefix = dist.PrefixStore(name, store)
         self._group = _transport(prefix, self._index[rank], len(self.ranks), device, timeout)
@@ -97,8 +100,12 @@ class CrossGroup:
         self._collective(self._group.allgather([found], [tensor])).wait()
         return tuple(found)
 
+    def watch(self, works: Sequence[Pending]) -> Pending:
+        """All of some transfers; the wait is given up soon after the group was cut."""
+        return Several(works) if self._cut is None else Transfer(Several(works), self._cut)
+
     def _transfer(self, work: dist.Work, tensor: torch.Tensor) -> Pending:
-        return work if self._cut is None or tensor.nbytes < LARGE else Transfer(work, self._cut)
+        return work if self._cut is None or tensor.nbytes < self._watched else Transfer(work, self._cut)
 
     def _collective(self, work: dist.Work) -> Pending:
         if self._cut is None:
@@ -171,8 +178,10 @@ class Groups:
         interrupter = self._interrupter
         if interrupter is None:
             return CrossGroup(name, ranks, self.rank, self._store, self.device, self._timeout)
+        watched = LARGE if key == PIPELINE_SOCKETS else 0  # moves are few, and their time does not count as that of a step
         with interrupter.making(key):
-            return CrossGroup(name, ranks, self.rank, self._store, self.device, self._timeout, lambda: interrupter.interrupted(key))
+            cut = partial(interrupter.interrupted, key)
+            return CrossGroup(name, ranks, self.rank, self._store, self.device, self._timeout, cut, watched)
 
     def summing(self, ranks: tuple[int, ...]) -> CrossGroup:
         """The group over which gradients held by `ranks` are summed."""

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from attrs import frozen
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pdsl.grammar.errors import RunError
+from pdsl.grammar.errors import PlanError, RunError
 from pdsl.lowering.holdings import Holding, demand, plan_holdings, state_tensors
 from pdsl.lowering.plan import Plan
+from pdsl.lowering.replan import retemplate
 from pdsl.lowering.transition import Move, Transition, transition
 from pdsl.runtime.checkpoint import Checkpoint
+from pdsl.runtime.faults import PeerFault
 from pdsl.runtime.groups import CrossGroup
+from pdsl.runtime.link import Decision
 from pdsl.runtime.moves import Placed, carry_out, compare_digests, dtype_in
 from pdsl.runtime.optimizer import OptimizerFactory
 from pdsl.runtime.part import Part, with_memory
 
-__all__ = ["Handover", "PartMaker", "Staged", "planned"]
+__all__ = ["Handover", "PartMaker", "Phases", "Staged", "plan_over", "planned"]
 
 
 @frozen
@@ -36,6 +40,22 @@ class PartMaker:
         part = Part(plan, self.rank, mesh, with_memory(self.bare, plan, self.rank, self.device), self.optimizer)
         part.load(part.empty_state() | dict(state))
         return part
+
+
+class Phases:
+    """The seconds of what follows one another: `end` names what was done since the last."""
+
+    def __init__(self) -> None:
+        self._begin = self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        now = time.perf_counter()
+        self._seconds[name], self._last = now - self._last, now
+
+    def all(self) -> dict[str, float]:
+        """By name, and `seconds` of all together."""
+        return {**self._seconds, "seconds": time.perf_counter() - self._begin}
 
 
 @frozen(eq=False)
@@ -80,16 +100,39 @@ class Handover:
         return None if checkpoint is None else lambda move: checkpoint.read(move.tensor, move.box)
 
 
-def planned(base: Plan, plan: Plan, version: int, kinds: Mapping[str, tuple[str, ...]], checkpoint: Checkpoint | None = None) -> Handover:
-    """The handover of the state after `version` steps, or of what a checkpoint has.
+def plan_over(base: Plan, decision: Decision, held: Mapping[int, Collection[int]], *, is_new: bool) -> Plan:
+    """New pipelines over all nodes of a decision.
+
+    Nodes that came and cannot be used beside the others go again: there an error ends them, and the others agree anew without them (PeerFault).
+    Raises PlanError if the nodes cannot be used without that.
+    """
+    try:
+        return retemplate(base, decision.nodes, held, generation=decision.generation)
+    except PlanError as error:
+        if not decision.joined:
+            raise
+        raise (RuntimeError if is_new else PeerFault)(f"nodes {decision.joined} are of no use to the run: {error}") from None
+
+
+def planned(
+    base: Plan,
+    plan: Plan,
+    version: int,
+    kinds: Mapping[str, tuple[str, ...]],
+    checkpoint: Checkpoint | None = None,
+    *,
+    lacking: Collection[int] = (),
+) -> Handover:
+    """The handover of the state after `version` steps, or of what a checkpoint has. `lacking` are ranks of `base` that have nothing.
 
     Raises StateLost if a part of it is nowhere, RunError if the checkpoint is of another model.
     """
     alive = set(plan.nodes)
     rows = plan_holdings(base, version, kinds)
     if checkpoint is None:
-        held: tuple[Holding, ...] = tuple(h for h in rows if base.node(h.owner) in alive)
-        former = tuple(h for h in rows if base.node(h.owner) not in alive)
+        there = {rank for rank in base.ranks if base.node(rank) in alive and rank not in lacking}
+        held: tuple[Holding, ...] = tuple(h for h in rows if h.owner in there)
+        former = tuple(h for h in rows if h.owner not in there)
     else:
         held, former, kinds = checkpoint.holdings(), (), checkpoint.kinds
         _check_model(plan, checkpoint)

@@ -1,19 +1,19 @@
 """Waiting for gloo without being left behind by it.
 
-When a connection ends, gloo tells the waits for messages of which nothing has arrived or left. A message that was cut in the middle is forgotten,
-and whoever waits for it sits until the time of the group is up. So a wait also looks, now and then, whether its group was cut, and gives up.
+When a connection ends, gloo tells the waits for messages of which nothing has arrived or left. A message that was cut in the middle is forgotten, and
+so is one that was begun when the peer was gone already: whoever waits for it sits until the time of the group is up. So a wait also looks, now and then, whether its group was cut, and gives up.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
 
-__all__ = ["LARGE", "Collective", "Pending", "Transfer"]
+__all__ = ["LARGE", "Collective", "Pending", "Several", "Transfer"]
 
 LARGE = 1 << 18
 """Bytes from which on a transfer is watched; what is smaller goes to the system in one piece, or nearly always."""
@@ -32,6 +32,20 @@ class Pending(Protocol):
         ...
 
     def is_completed(self) -> bool: ...
+
+
+class Several:
+    """Some of them as one."""
+
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = tuple(works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class Collective:
@@ -58,9 +72,9 @@ class Collective:
 
 
 class Transfer:
-    """A large message to or from one peer. Its wait cannot be left, so a thread does it, which stays behind if the group was cut."""
+    """A message to or from one peer. Its wait cannot be left, so a thread does it, which stays behind if the group was cut."""
 
-    def __init__(self, work: dist.Work, cut: Callable[[], bool]) -> None:
+    def __init__(self, work: Pending, cut: Callable[[], bool]) -> None:
         self._work = work
         self._cut = cut
         self._done = threading.Event()

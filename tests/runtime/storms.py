@@ -30,7 +30,7 @@ train {{
 }}
 """
 
-GPT = '"pdsl.models:gpt" {{ layers = 4; width = 16; heads = 2; context = 8; {} }}'
+GPT = '"pdsl.models:gpt" {{ layers = 4; width = 16; heads = 2; context = 8; {} }}'  # to be formatted with further arguments
 ADAM = "adamw(lr = 1e-2, eps = 1e-6)"
 """With its default of 1e-8 Adam makes differences of one part in a million out of sums that are rounded in another order."""
 

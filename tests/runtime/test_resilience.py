@@ -20,11 +20,13 @@ from pdsl.runtime.resilient import Cluster, Nursery
 from tests.runtime.storms import Storm, await_gone, deviation, plan_of, processes, run
 
 TOLERANCE = 1e-6
-DEADLINE = 60.0
+DEADLINE = 100.0
 """Seconds of a run on a busy machine; alone on it a run takes three."""
 
 RECOVERED = 15.0
 """Seconds from a loss to the next committed step. Below the silence of the plans: nothing that is found by fact may wait for it."""
+
+pytestmark = pytest.mark.timeout(300)  # a test may have two runs
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +65,10 @@ def survives(nursery: Nursery, undisturbed: Storm) -> Survivor:
 # --- without faults
 
 
-@pytest.mark.parametrize(("nodes", "ranks", "lose"), [(6, 1, 2), (4, 2, 1)])
-def test_more_nodes_ranks_and_copies_train_the_same(survives: Survivor, nodes: int, ranks: int, lose: int):
-    storm = survives(plan_of(nodes, ranks=ranks, lose=lose), (), ())
+def test_other_nodes_and_ranks_train_the_same(survives: Survivor):
+    storm = survives(plan_of(4, ranks=2), (), ())
     assert not storm.named("fault")
-    assert sorted(e["node"] for e in storm.named("ended")) == list(range(nodes))
+    assert sorted(e["node"] for e in storm.named("ended")) == [0, 1, 2, 3]
 
 
 # --- one loss, in each state of a step
@@ -95,9 +96,8 @@ def test_the_ranks_of_a_node_are_lost_at_different_times(survives: Survivor):
     survives(plan_of(4, ranks=2), faults, [1])
 
 
-@pytest.mark.parametrize("point", ["sums", "commit"])
-def test_the_first_rank_which_leads_is_lost(survives: Survivor, point: str):
-    storm = survives(plan_of(5), [Fault(0, point, 3, "node")], [0])
+def test_the_first_rank_which_leads_is_lost(survives: Survivor):
+    storm = survives(plan_of(5), [Fault(0, "sums", 3, "node")], [0])
     assert [e["leader"] for e in storm.named("decided")][:2] == [0, 1]
 
 
@@ -128,16 +128,15 @@ def test_nodes_are_lost_one_after_another_until_one_pipeline_is_left(survives: S
 # --- the ends of a run
 
 
-@pytest.mark.parametrize("point", ["agree", "group"])
-def test_a_node_is_lost_before_the_first_step(survives: Survivor, point: str):
-    survives(plan_of(5), [Fault(1, point, 0, "node")], [1])
+def test_a_node_is_lost_before_the_first_step(survives: Survivor):
+    survives(plan_of(5), [Fault(1, "group", 0, "node")], [1])
 
 
 def test_a_node_is_lost_in_the_first_step(survives: Survivor):
     survives(plan_of(5), [Fault(3, "backward", 0, "node")], [3])
 
 
-@pytest.mark.parametrize(("point", "step"), [("sums", 7), ("commit", 7), ("applied", 8)])
+@pytest.mark.parametrize(("point", "step"), [("commit", 7), ("applied", 8)])
 def test_a_node_is_lost_in_the_last_step_or_after_it(survives: Survivor, point: str, step: int):
     storm = survives(plan_of(5), [Fault(1, point, step, "node")], [1])
     assert storm.named("over")
@@ -146,10 +145,21 @@ def test_a_node_is_lost_in_the_last_step_or_after_it(survives: Survivor, point: 
 # --- nodes that stand still, and wake up
 
 
-@pytest.mark.parametrize(("rank", "point", "ranks"), [(3, "backward", 2), (0, "commit", 1)])
-def test_a_node_that_wakes_up_among_the_others_ends_itself(nursery: Nursery, rank: int, point: str, ranks: int, tmp_path: Path):
-    steady = "sgd(lr = 1e-2)"  # with which differences of rounding do not grow over so many steps
-    plan = plan_of(4, ranks=ranks, steps=40, silence="2s", checkpoint=f'path = "{tmp_path}"; every = 1; keep = 1', optimizer=steady)
+STEADY: dict[str, Any] = {"steps": 24, "optimizer": "sgd(lr = 1e-2)"}
+"""Over so many steps Adam would make differences that count out of rounding."""
+
+
+@pytest.fixture(scope="module")
+def steady(nursery: Nursery) -> Storm:
+    return run(plan_of(4, **STEADY), nursery, timeout=DEADLINE)
+
+
+@pytest.mark.parametrize(("rank", "point", "step", "ranks"), [(3, "backward", 3, 2), (0, "applied", 4, 1)])
+def test_a_node_that_wakes_up_among_the_others_ends_itself(
+    nursery: Nursery, steady: Storm, rank: int, point: str, step: int, ranks: int, tmp_path: Path
+):
+    saves = f'path = "{tmp_path}"; every = 4; keep = 9'
+    plan = plan_of(4, ranks=ranks, silence="2s", checkpoint=saves, **STEADY)
     node = rank // ranks
     zombies: list[int] = []
     woken: list[float] = []
@@ -162,15 +172,14 @@ def test_a_node_that_wakes_up_among_the_others_ends_itself(nursery: Nursery, ran
             cluster.resume(node)
             woken.append(time.monotonic())
 
-    storm = run(plan, nursery, [Fault(rank, point, 3, "stop")], timeout=DEADLINE, disturb=disturb, watch=lambda _: await_gone(zombies))
-    calm = run(plan_of(4, steps=40, optimizer=steady), nursery, timeout=DEADLINE)
+    storm = run(plan, nursery, [Fault(rank, point, step, "stop")], timeout=DEADLINE, disturb=disturb, watch=lambda _: await_gone(zombies))
     assert len(zombies) == 1 + ranks
     assert "nothing was heard of it for 2 s" in storm.named("lost")[0]["reason"]
     assert any(e["event"] == "step" and e["time"] > woken[0] for e in storm.events)
-    assert deviation(calm, storm) <= TOLERANCE
+    assert deviation(steady, storm) <= TOLERANCE
     found = latest(tmp_path, verify=True)
     assert found is not None
-    assert (found.step, found.damages()) == (40, ())
+    assert (found.step, found.damages()) == (24, ())
 
 
 # --- errors that are everybody's

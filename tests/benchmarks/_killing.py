@@ -104,7 +104,7 @@ def _phases(events: Sequence[Event], killed: float, committed: float) -> dict[st
     known = min(e["time"] for e in events if e["event"] in ("fault", "lost"))
     still = max(known, last("fault"))
     agreed, ready = max(still, last("agreed")), last("rerouted", "moved")
-    groups, planning = worst("groups"), worst("planning")
+    groups, planning = worst("grouping"), worst("planning")
     return {
         "detect": known - killed,
         "finish": still - known,

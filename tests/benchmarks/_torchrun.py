@@ -24,9 +24,11 @@ from pdsl.models import gpt
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    dist.init_process_group("gloo")
+    rank, size, restarts = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    # each start meets at a place of its own: in that of the last one ranks may find the addresses of the dead
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"restart{restarts}", store), rank=rank, world_size=size)
     torch.set_num_threads(1)
-    rank, size = dist.get_rank(), dist.get_world_size()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     torch.manual_seed(SEED)
     bare = gpt(**MODEL)
@@ -51,7 +53,7 @@ def main() -> None:
             if rank == 0:
                 torch.save({"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, saved.with_suffix(".new"))
                 saved.with_suffix(".new").replace(saved)
-                told.write(f"{step} {os.environ['TORCHELASTIC_RESTART_COUNT']} {time.monotonic()}\n")
+                told.write(f"{step} {restarts} {time.monotonic()}\n")
                 told.flush()
 
 

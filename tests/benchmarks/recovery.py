@@ -131,7 +131,13 @@ def main() -> int:
             if kind.name == "torchft" and not has_torchft(options.torchft):
                 print(f"{kind.name:<12}skipped: {options.torchft} has no torchft; --torchft names an interpreter that has it")
                 continue
-            samples = list(measure(kind, options.kills, options.torchft, nursery))
+            try:
+                samples = list(measure(kind, options.kills, options.torchft, nursery))
+            except (RuntimeError, TimeoutError) as error:
+                if kind.recover:
+                    raise
+                print(f"{kind.name:<12}not measured: {error}")
+                continue
             found[kind.name] = samples
             print(row(kind, samples), flush=True)
             median = statistics.median(s["beyond"] for s in samples)

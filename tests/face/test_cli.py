@@ -254,7 +254,7 @@ def test_a_plan_that_was_changed_by_hand_is_refused(folder, capsys):
 def test_the_keys_of_a_plan_in_json_are_held(capsys):
     assert main(["plan", "job.pdsl", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["format", "name", "hash", "world_size", "ranks", "memory", "traffic", "time", "notes", "plan"]
+    assert list(found) == ["format", "name", "hash", "world_size", "ranks", "memory", "traffic", "time", "proof", "notes", "plan"]
     assert list(found["ranks"][0]) == ["rank", "node", "pipeline", "position", "shard", "tensor", "stages", "layers"]
     assert list(found["memory"][0]) == ["rank", "parameters", "gradients", "optimizer", "activations", "transient", "boundary", "total"]
     assert list(found["traffic"][0]) == ["rank", "all_gather", "reduce_scatter", "gradient_sum", "tensor", "point_to_point", "total"]

@@ -261,7 +261,7 @@ class ElasticSession:
         living = {rank: r for rank, r in reports.items() if base.node(rank) in decision.nodes}
         found = course(base, living, decision.nodes, generation=decision.generation)
         if found.plan is not None:
-            self._reroute(base, found, store)
+            self._reroute(base, found.plan, found, store)
             return
         try:
             self._move(base, decision, now, store, tells=self.rank == min(living))
@@ -326,10 +326,8 @@ class ElasticSession:
         self.steps_taken = now.committed
         return evolve(plan, job=evolve(plan.job, directory=self._plan.job.directory))
 
-    def _reroute(self, base: Plan, found: Course, store: dist.Store) -> None:
+    def _reroute(self, base: Plan, plan: Plan, found: Course, store: dist.Store) -> None:
         """Go on in place: finish the interrupted step with what is left to run, then run whole steps under the new plan."""
-        plan = found.plan
-        assert plan is not None
         begin = time.perf_counter()
         at = plan.coordinate(self.rank).pipeline
         mine, left = plan.pipelines[at].microbatches, found.run[at]
@@ -345,11 +343,14 @@ class ElasticSession:
         partly = any(run != p.microbatches for run, p in zip(found.run, plan.pipelines, strict=True))
         self._enter(plan, self._grouped(plan, store), redo(plan, dict(enumerate(found.run))) if partly else plan)
         self._gain = gain(plan)
+        self._save_last_copy(plan)
+        count = sum(map(len, found.run))
+        self._event("rerouted", again=count, of=plan.microbatches, copies=min(copies(plan)), seconds=time.perf_counter() - begin)
+
+    def _save_last_copy(self, plan: Plan) -> None:
+        """Some layer is on one node only, and no new pipelines follow that would change it: save what there is, at once."""
         if min(copies(plan)) == 1 and (self._gain is None or not self._gain.renews):
-            self._keeper.after(self.steps_taken, plan, self.part.state, now=True)  # the last copy of a layer: save what there is
-        self._event(
-            "rerouted", again=sum(map(len, found.run)), of=plan.microbatches, copies=min(copies(plan)), seconds=time.perf_counter() - begin
-        )
+            self._keeper.after(self.steps_taken, plan, self.part.state, now=True)
 
     def _rebuild(self, plan: Plan) -> None:
         """A step was cut short inside the model; a part made anew from the same state has no trace of it."""
@@ -386,6 +387,7 @@ class ElasticSession:
         self._adopt(self._staged)
         self._staged = None
         self._enter(plan, groups)
+        self._save_last_copy(plan)
         if handover.checkpoint is not None:
             self._event("restored", lost=now.committed - self.steps_taken)
         lengths = [len(p.islands) for p in plan.pipelines]

@@ -97,6 +97,14 @@ def test_the_last_copy_of_a_layer_is_saved_at_once(nursery: Nursery, every: int,
     assert min(e["saved"] for e in storm.named("saved")) in (3, 4)
 
 
+def test_the_last_copy_is_saved_at_once_after_a_move_too(nursery: Nursery, tmp_path: Path):
+    """Three nodes are one pipeline: every layer of it is on one node."""
+    plan = plan_of(4, steps=20, recover="retemplate, restore", checkpoint=saves(tmp_path, 900))
+    storm = run(plan, nursery, [Fault(0, "backward", 3, "node")], timeout=DEADLINE)
+    assert {e["copies"] for e in storm.named("moved")} == {1}
+    assert [e["saved"] for e in storm.named("saved")] == [3]
+
+
 def test_a_node_is_lost_while_it_saves(nursery: Nursery, undisturbed: Callable[..., Storm], tmp_path: Path):
     """What the lost node has not written is no checkpoint; the one before it is still there, and the ones after it are whole."""
     plan = plan_of(5, checkpoint=saves(tmp_path, 1))

@@ -141,7 +141,7 @@ def joins(count: int) -> Disturb:
     return disturb
 
 
-LONG: dict[str, Any] = {"steps": 40, "optimizer": STEADY}
+LONG: dict[str, Any] = {"steps": 100, "optimizer": STEADY}  # long enough for a node to come on a fast machine
 
 
 def test_two_nodes_join_while_the_run_goes_on(nursery: Nursery, undisturbed: Callable[..., Storm]):

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 from pdsl.lowering.boxes import Box, box
 from pdsl.lowering.cells import volume
 from pdsl.lowering.facts import BufferFacts, ParameterFacts
-from pdsl.lowering.ownership import stages_using
+from pdsl.lowering.ownership import islands_using
 from pdsl.lowering.plan import Plan
 
 __all__ = [
@@ -136,7 +136,7 @@ def _rows(plan: Plan, kinds: Kinds, buffers: Sequence[BufferFacts]) -> Iterator[
         if key not in boxes:
             boxes[key] = tuple(box(plan, p, s, t) for s in range(plan.shard_size) for t in range(plan.tensor_size))
         tensors = [(f"{kind}/{p.name}", kind in SCALARS) for kind in kinds_of(kinds, p)]
-        for island in _islands(plan, p):
+        for island in islands_using(plan, p):
             for rank, where in zip(island, boxes[key], strict=True):
                 if volume(where):
                     yield from ((rank, tensor, () if scalar else where) for tensor, scalar in tensors)
@@ -144,16 +144,6 @@ def _rows(plan: Plan, kinds: Kinds, buffers: Sequence[BufferFacts]) -> Iterator[
         whole = tuple((0, size) for size in b.shape)
         ranks = {r for index in range(len(plan.pipelines)) for island in _running(plan, index, b.layers) for r in island}
         yield from ((rank, f"buffer/{b.name}", whole) for rank in sorted(ranks) if volume(whole))
-
-
-def _islands(plan: Plan, parameter: ParameterFacts) -> list[tuple[int, ...]]:
-    """Every island that uses the parameter, each once, lost ones left out."""
-    found: dict[tuple[int, ...], None] = {}
-    for index, pipeline in enumerate(plan.pipelines):
-        stages = plan.template(index).stages
-        for s in stages_using(plan, index, parameter):
-            found.setdefault(pipeline.islands[stages[s].position])
-    return [island for island in found if island]
 
 
 def _running(plan: Plan, pipeline: int, layers: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.plan import Plan
 
-__all__ = ["holders", "local_bytes", "owned_parameters", "stages_using", "summed_over"]
+__all__ = ["holders", "islands_using", "local_bytes", "owned_parameters", "stages_using", "summed_over"]
 
 
 def stages_using(plan: Plan, pipeline: int, parameter: ParameterFacts) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def owned_parameters(plan: Plan, rank: int) -> tuple[ParameterFacts, ...]:
     return tuple(p for p in plan.facts.parameters if mine.intersection(stages_using(plan, at.pipeline, p)))
 
 
-def _islands(plan: Plan, parameter: ParameterFacts) -> list[tuple[int, ...]]:
+def islands_using(plan: Plan, parameter: ParameterFacts) -> list[tuple[int, ...]]:
     """Every living island that uses the parameter, each once."""
     found: dict[tuple[int, ...], None] = {}
     for index, pipeline in enumerate(plan.pipelines):
@@ -41,7 +41,7 @@ def summed_over(plan: Plan, parameter: ParameterFacts, rank: int) -> tuple[int, 
     """Ranks over which PDSL sums the gradient of this rank's box, ascending; a single rank means that nothing is to be summed."""
     at = plan.coordinate(rank)
     shards = (at.shard,) if plan.layout(parameter.name).sharded else tuple(range(plan.shard_size))
-    islands = _islands(plan, parameter)
+    islands = islands_using(plan, parameter)
     return tuple(sorted(island[s * plan.tensor_size + at.tensor] for island in islands for s in shards))
 
 
@@ -51,7 +51,7 @@ def holders(plan: Plan, parameter: ParameterFacts, rank: int) -> tuple[int, ...]
     layout = plan.layout(parameter.name)
     shards = (at.shard,) if layout.sharded else tuple(range(plan.shard_size))
     tensors = (at.tensor,) if layout.tensor_dim is not None else tuple(range(plan.tensor_size))
-    islands = _islands(plan, parameter)
+    islands = islands_using(plan, parameter)
     return tuple(sorted(island[s * plan.tensor_size + t] for island in islands for s in shards for t in tensors))
 
 

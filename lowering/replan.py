@@ -15,7 +15,7 @@ from attrs import evolve
 
 from pdsl.grammar.errors import PlanError
 from pdsl.lowering.instantiate import instantiate
-from pdsl.lowering.ownership import stages_using
+from pdsl.lowering.ownership import islands_using
 from pdsl.lowering.plan import Budget, Pipeline, Plan, StageCut, Template
 from pdsl.lowering.programs import template_timeline
 from pdsl.lowering.roles import assign_roles
@@ -184,17 +184,6 @@ def layers_held(plan: Plan) -> dict[int, set[int]]:
 
 def copies(plan: Plan) -> tuple[int, ...]:
     """For each layer the number of nodes that hold all of its parameters. Shards of one island are one copy; a tied parameter is where it is used."""
-    found = []
-    for layer in range(len(plan.facts.layers)):
-        mine = [p for p in plan.facts.parameters if layer in p.layers]
-        holders = []
-        for p in mine:
-            at = {
-                plan.node(island[0])
-                for index, pipeline in enumerate(plan.pipelines)
-                for s in stages_using(plan, index, p)
-                if (island := pipeline.islands[plan.template(index).stages[s].position])
-            }
-            holders.append(len(at))
-        found.append(min(holders, default=len(plan.pipelines)))
-    return tuple(found)
+    nodes = {p.name: len({plan.node(island[0]) for island in islands_using(plan, p)}) for p in plan.facts.parameters}
+    mine = [[nodes[p.name] for p in plan.facts.parameters if layer in p.layers] for layer in range(len(plan.facts.layers))]
+    return tuple(min(counts, default=len(plan.pipelines)) for counts in mine)

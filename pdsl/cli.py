@@ -14,7 +14,7 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 __all__ = ["CLEAN", "FINDINGS", "INTERRUPTED", "USAGE", "Findings", "Invocation", "arguments", "main"]
@@ -42,24 +42,22 @@ class _Parser(argparse.ArgumentParser):
         raise Invocation(f"{message}\ntry: {self.prog} --help")
 
 
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return number
+def _whole(least: int) -> Callable[[str], int]:
+    """A type of argparse: whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return number
+
+    return parse
 
 
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return number
+_positive, _count = _whole(1), _whole(0)
 
 
 def _above_zero(text: str) -> float:

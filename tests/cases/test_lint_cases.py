@@ -119,15 +119,17 @@ def test_case_2_sharding_without_an_axis_to_shard_over() -> None:
 
 @pytest.mark.parametrize(("mesh", "shard"), [("sh = 2, tp = 1", FSDP), ("sh = 1, tp = 2", WHOLE)], ids=["tp 1", "replicate"])
 def test_case_2_what_is_offered_is_accepted(mesh: str, shard: str) -> None:
-    passes(spec(mesh, shard=shard), world=2)
+    assert passes(spec(mesh, shard=shard), world=2).mesh is not None
 
 
 def test_case_2_an_axis_that_was_shrunk_on_purpose_is_no_mistake() -> None:
-    passes(spec("pp = 2, sh = 2", shard=FSDP, pipeline=GPIPE), overrides=["mesh.sh=1"])
+    assert passes(spec("pp = 2, sh = 2", shard=FSDP, pipeline=GPIPE), overrides=["mesh.sh=1"]).mesh is not None
 
 
 def test_case_2_a_mesh_of_one_rank_may_shard_over_it() -> None:
-    passes(spec("sh = 1", shard=FSDP), world=1)
+    result = passes(spec("sh = 1", shard=FSDP), world=1)
+    assert result.mesh is not None
+    assert result.mesh.world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,9 @@ def test_case_11_each_pipeline_has_its_part_of_the_batch() -> None:
 )
 def test_case_11_what_is_offered_divides(mesh: str, counts: tuple[int, ...], batch: str) -> None:
     for count in counts:
-        passes(spec(mesh, pipeline=f"schedule = gpipe(microbatches = {count})", batch=batch))
+        result = passes(spec(mesh, pipeline=f"schedule = gpipe(microbatches = {count})", batch=batch))
+        assert result.mesh is not None
+        assert int(batch) % (result.mesh.pipelines * count) == 0
 
 
 def test_case_11_counts_that_the_schedule_refuses_are_not_offered() -> None:
@@ -248,7 +252,9 @@ def test_case_43_a_layer_in_two_stages() -> None:
 
 @pytest.mark.parametrize("first", ['"tok", "layers.0", "layers.1", "layers.2"', '"tok", "layers[..2]", "layers.2"'])
 def test_case_43_each_layer_named_once_is_accepted(first: str) -> None:
-    passes(spec("pp = 2", pipeline=f'stage a {{ {first} }}; stage b {{ "layers.3", "norm", "head" }}; {GPIPE}'))
+    result = passes(spec("pp = 2", pipeline=f'stage a {{ {first} }}; stage b {{ "layers.3", "norm", "head" }}; {GPIPE}'))
+    assert result.mesh is not None
+    assert result.mesh.positions == 2
 
 
 # --- sharding -------------------------------------------------------------------------------------------------------------------------------
@@ -286,7 +292,9 @@ def test_case_74_a_pattern_that_matches_what_has_no_columns() -> None:
 
 def test_case_74_the_pattern_that_is_offered_is_accepted() -> None:
     rules = '"layers.*.attn.wq.weight" => colwise(tp)\n  "layers.*.attn.wo.weight" => rowwise(tp)\n  "**" => replicate()'
-    passes(spec("tp = 2", shard=f"shard {{\n  {rules}\n}}"))
+    result = passes(spec("tp = 2", shard=f"shard {{\n  {rules}\n}}"))
+    assert result.mesh is not None
+    assert result.mesh.tensor_size == 2
 
 
 # --- the text itself ------------------------------------------------------------------------------------------------------------------------

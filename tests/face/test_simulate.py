@@ -20,21 +20,10 @@ from pdsl.lowering.workload import node_state, plan_shape, plan_workload, step_f
 from pdsl.render.goodput import goodput_svg, render_simulation, render_simulation_json
 from pdsl.render.terminal import Terminal
 from pdsl.simulation import STRATEGIES, Options, SimulationError, failures, simulate
+from tests.face.jobs import SPEC
 from tests.plans import facts, rectangular
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
-SPEC = """\
-pdsl 1
-mesh { axis pp = 2 }
-model "pdsl.models:gpt" { layers = 2; width = 16; heads = 2; context = 8 }
-shard { "**" => replicate() }
-pipeline over pp { schedule = one_f_one_b(microbatches = 2) }
-train {
-  data = source("pdsl.data:python_source", context = 8)
-  batch = 4; steps = 6
-  optimizer = adamw(lr = 1e-2)
-}
-"""
 
 
 def elastic(model=None, *, replicas=4, microbatches=8, batch=256, lose=1, sizes=range(2, 4)):

@@ -276,7 +276,8 @@ def test_fused_projections_that_are_rows_of_their_own_are_never_mixed():
 
     state = rows_of(split(2, 0))
     for parts, first in ((4, 0), (1, 3), (2, 0)):
-        move_all(state, split(parts, first), tensors)
+        found, _ = move_all(state, split(parts, first), tensors)
+        assert {m.tensor for m in found.moves} == {t.name for t in tensors}
         state = rows_of(split(parts, first))
 
 

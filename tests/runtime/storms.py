@@ -16,6 +16,12 @@ from pdsl.runtime.record import Recorder
 from pdsl.runtime.report import Reporter
 from pdsl.runtime.resilient import Cluster, Nursery
 
+TOLERANCE = 1e-6
+"""The largest relative difference of losses between a disturbed and an undisturbed run."""
+
+DEADLINE = 100.0
+"""Seconds of a run on a busy machine; alone on it a run takes three."""
+
 SPEC = """pdsl 1
 cluster {{ nodes = {nodes}; ranks_per_node = {ranks}; device = cpu }}
 mesh {{ axis dp = rest; axis pp = 2 to 3; {axes} }}

@@ -169,8 +169,7 @@ def test_done_waits_for_the_word_of_the_agent(ends: tuple[Link, Agent], word: st
 
 def test_signs_of_life_come_by_themselves(ends: tuple[Link, Agent]):
     _, agent = ends
-    for _ in range(3):
-        agent.hear("beat")
+    assert [agent.hear("beat")["kind"] for _ in range(3)] == ["beat"] * 3
 
 
 def test_an_agent_that_is_gone_is_an_error_and_not_a_wait(ends: tuple[Link, Agent]):

@@ -95,6 +95,7 @@ def test_the_living_go_on_together_in_every_order_of_losses_and_messages(nodes, 
 
 def test_a_start_survives_a_loss_in_every_moment():
     _, ends = explore(cluster(3), 1, decided_once)
+    assert {len(end.living()) for end in ends} == {2, 3}
     for end in ends:
         all_go_on(end)
 
@@ -113,6 +114,7 @@ def test_two_nodes_lost_in_random_orders_of_four():
             else:
                 break
             decided_once(world)
+        assert len(world.living()) == 4 - kills
         all_go_on(world)
 
 

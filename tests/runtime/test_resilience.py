@@ -6,7 +6,7 @@ The whole product of points and kinds of faults is a command, tests/benchmarks/k
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,12 @@ from pdsl.lowering.plan import Plan
 from pdsl.runtime.chaos import Fault
 from pdsl.runtime.checkpoint import latest
 from pdsl.runtime.resilient import Cluster, Nursery
-from tests.runtime.storms import Storm, await_gone, deviation, plan_of, processes, run
-
-TOLERANCE = 1e-6
-DEADLINE = 100.0
-"""Seconds of a run on a busy machine; alone on it a run takes three."""
+from tests.runtime.storms import DEADLINE, TOLERANCE, Storm, await_gone, deviation, plan_of, processes, run
 
 RECOVERED = 15.0
 """Seconds from a loss to the next committed step. Below the silence of the plans: nothing that is found by fact may wait for it."""
 
 pytestmark = pytest.mark.timeout(300)  # a test may have two runs
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    found = Nursery("train", threads=1)
-    found.await_ready(120.0)
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +76,14 @@ def test_a_node_is_lost_in_any_state_of_a_step(survives: Survivor, rank: int, po
 
 @pytest.mark.parametrize(("rank", "point", "how"), [(3, "backward", "rank"), (0, "commit", "exit")])
 def test_a_rank_takes_the_other_of_its_node_along(survives: Survivor, rank: int, point: str, how: str):
-    survives(plan_of(4, ranks=2), [Fault(rank, point, 3, how)], [rank // 2])
+    storm = survives(plan_of(4, ranks=2), [Fault(rank, point, 3, how)], [rank // 2])
+    assert storm.named("decided")[1]["nodes"] == [n for n in range(4) if n != rank // 2]
 
 
 def test_the_ranks_of_a_node_are_lost_at_different_times(survives: Survivor):
     faults = [Fault(2, "backward", 3, "rank"), Fault(3, "sums", 3, "exit"), Fault(3, "agree", 3, "rank")]
-    survives(plan_of(4, ranks=2), faults, [1])
+    storm = survives(plan_of(4, ranks=2), faults, [1])
+    assert storm.named("decided")[1]["nodes"] == [0, 2, 3]
 
 
 def test_the_first_rank_which_leads_is_lost(survives: Survivor):
@@ -115,7 +105,8 @@ def test_another_node_is_lost_in_any_state_of_a_recovery(survives: Survivor, ran
 
 
 def test_two_nodes_are_lost_at_one_instant(survives: Survivor):
-    survives(plan_of(6, lose=2), [Fault(0, "commit", 3, "node"), Fault(3, "commit", 3, "node")], [0, 3])
+    storm = survives(plan_of(6, lose=2), [Fault(0, "commit", 3, "node"), Fault(3, "commit", 3, "node")], [0, 3])
+    assert storm.named("decided")[-1]["nodes"] == [1, 2, 4, 5]
 
 
 def test_nodes_are_lost_one_after_another_until_one_pipeline_is_left(survives: Survivor):
@@ -129,11 +120,13 @@ def test_nodes_are_lost_one_after_another_until_one_pipeline_is_left(survives: S
 
 
 def test_a_node_is_lost_before_the_first_step(survives: Survivor):
-    survives(plan_of(5), [Fault(1, "group", 0, "node")], [1])
+    storm = survives(plan_of(5), [Fault(1, "group", 0, "node")], [1])
+    assert storm.named("decided")[-1]["nodes"] == [0, 2, 3, 4]
 
 
 def test_a_node_is_lost_in_the_first_step(survives: Survivor):
-    survives(plan_of(5), [Fault(3, "backward", 0, "node")], [3])
+    storm = survives(plan_of(5), [Fault(3, "backward", 0, "node")], [3])
+    assert storm.named("decided")[-1]["nodes"] == [0, 1, 2, 4]
 
 
 @pytest.mark.parametrize(("point", "step"), [("commit", 7), ("applied", 8)])

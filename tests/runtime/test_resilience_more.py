@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,12 @@ from pdsl.grammar.errors import RankError
 from pdsl.runtime.chaos import Fault
 from pdsl.runtime.checkpoint import latest
 from pdsl.runtime.resilient import Cluster, Nursery
-from tests.runtime.storms import GPT, Storm, await_gone, deviation, plan_of, run
+from tests.runtime.storms import DEADLINE, GPT, TOLERANCE, Storm, await_gone, deviation, lives, plan_of, run
 from tests.runtime.test_rendezvous import Network, network
 from tests.tree import ROOT
 
 __all__ = ["network"]  # a fixture
 
-TOLERANCE = 1e-6
-DEADLINE = 100.0
 STEADY = "sgd(lr = 1e-2)"
 """With it differences of rounding do not grow over many steps."""
 
@@ -36,14 +34,6 @@ BEYOND = (Fault(0, "compute", 5, "node"), Fault(2, "compute", 5, "node"))
 Disturb = Callable[[Cluster, dict[str, Any]], None]
 
 pytestmark = pytest.mark.timeout(300)  # a test may have two runs
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    found = Nursery("train", threads=1)
-    found.await_ready(120.0)
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +245,9 @@ def test_when_the_launcher_is_killed_everything_ends(tmp_path: Path):
         nodes = next(row["nodes"] for row in told(metrics) if row.get("event") == "started")
         launcher.kill()
         launcher.wait(DEADLINE)
-        await_gone([pid for node in nodes.values() for pid in (node["agent"], *node["ranks"].values())])
+        pids = [pid for node in nodes.values() for pid in (node["agent"], *node["ranks"].values())]
+        await_gone(pids)
+        assert not any(map(lives, pids))
     finally:
         launcher.kill()
         launcher.wait(DEADLINE)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from pdsl.models.gpt import GPT
 from tests.user_models import Rows
 
-__all__ = ["cursed_rows", "frozen_blocks", "normed", "normed_rows"]
+__all__ = ["cursed_rows", "frozen_blocks", "normed", "normed_rows", "patient_rows"]
 
 
 def frozen_blocks(layers: int, width: int, heads: int, context: int) -> nn.Module:
@@ -51,3 +53,24 @@ class _Cursed:
 
 def cursed_rows(context: int, after: int = 7) -> _Cursed:
     return _Cursed(context, after)
+
+
+class _Patient:
+    """Text that is read slowly until a file is there: on a fast machine too a run goes on while a node is on its way."""
+
+    def __init__(self, context: int, until: str) -> None:
+        from pdsl.data import python_source
+
+        self._rows, self._until = python_source(context), Path(until)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        if not self._until.exists():
+            time.sleep(0.05)
+        return self._rows.rows(indices)
+
+
+def patient_rows(context: int, until: str) -> _Patient:
+    return _Patient(context, until)

@@ -120,22 +120,33 @@ def test_a_run_begins_where_a_checkpoint_of_other_nodes_ends(nursery: Nursery, u
 # --- nodes that come and leave
 
 
-def joins(count: int) -> Disturb:
-    """So many nodes come as soon as those of the plan have met."""
+def joins(count: int, come: Path) -> Disturb:
+    """So many nodes come once a step was taken (before that there is nothing to move to them); the file `come` tells when all are in."""
+    joined: list[int] = []
+    asked: list[int] = []
 
     def disturb(cluster: Cluster, event: dict[str, Any]) -> None:
-        if event["event"] == "started":
-            for _ in range(count):
-                cluster.join()
+        if event["event"] == "step" and not asked:
+            asked.extend(cluster.join() for _ in range(count))
+        if event["event"] == "decided":
+            joined.extend(event["joined"])
+            if len(joined) == count:
+                come.touch()
 
     return disturb
 
 
-LONG: dict[str, Any] = {"steps": 100, "optimizer": STEADY}  # long enough for a node to come on a fast machine
+LONG: dict[str, Any] = {"steps": 60, "optimizer": STEADY}
 
 
-def test_two_nodes_join_while_the_run_goes_on(nursery: Nursery, undisturbed: Callable[..., Storm]):
-    storm = run(plan_of(4, **LONG), nursery, disturb=joins(2), timeout=DEADLINE)
+def patient(come: Path) -> dict[str, Any]:
+    """The same job, reading slowly until a file is there."""
+    return {**LONG, "data": f'data = source("tests.runtime.storm_models:patient_rows", context = 8, until = "{come}")'}
+
+
+def test_two_nodes_join_while_the_run_goes_on(nursery: Nursery, undisturbed: Callable[..., Storm], tmp_path: Path):
+    come = tmp_path / "come"
+    storm = run(plan_of(4, **patient(come)), nursery, disturb=joins(2, come), timeout=DEADLINE)
     assert sorted(n for e in storm.named("decided") for n in e["joined"]) == [4, 5]
     assert sum(storm.named("moved")[-1]["pipelines"]) == 6
     assert storm.lost == []
@@ -143,9 +154,10 @@ def test_two_nodes_join_while_the_run_goes_on(nursery: Nursery, undisturbed: Cal
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_a_node_joins_and_a_node_is_lost_at_once(nursery: Nursery, undisturbed: Callable[..., Storm], rank: int):
+def test_a_node_joins_and_a_node_is_lost_at_once(nursery: Nursery, undisturbed: Callable[..., Storm], rank: int, tmp_path: Path):
     """One that had state, or the one that is to get it."""
-    storm = run(plan_of(4, **LONG), nursery, [Fault(rank, "move", 0, "node")], disturb=joins(1), timeout=DEADLINE)
+    come = tmp_path / "come"
+    storm = run(plan_of(4, **patient(come)), nursery, [Fault(rank, "move", 0, "node")], disturb=joins(1, come), timeout=DEADLINE)
     assert storm.lost == [rank]
     assert [n for e in storm.named("decided") for n in e["joined"]] == [4]
     assert deviation(undisturbed(**LONG), storm) <= TOLERANCE

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +22,16 @@ settings.load_profile("pdsl")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="write the expected output of tests/specs anew")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def threads() -> Iterator[None]:
+    """No thread may outlive the tests: one that waits in torch while Python ends aborts the process, after all tests have passed."""
+    yield
+    limit = time.monotonic() + 10.0
+    while (left := [t.name for t in threading.enumerate() if t is not threading.main_thread()]) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not left, f"threads that outlive the tests: {', '.join(left)}"
 
 
 @pytest.fixture(scope="session")

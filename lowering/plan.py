@@ -34,7 +34,7 @@ __all__ = [
     "Template",
 ]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 DEFAULT_SILENCE = 300.0
 """Seconds; for a spec without a fault budget, which says nothing about silence."""

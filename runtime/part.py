@@ -22,8 +22,9 @@ from pdsl.lowering.probe import on_meta
 from pdsl.lowering.probe_pass import parameter_groups
 from pdsl.runtime.gradients import final_gradient, local_tensor
 from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory
-from pdsl.runtime.shard import apply_tensor_parallel, live_names, shard_layers
+from pdsl.runtime.shard import shard_layers
 from pdsl.runtime.stage import StageRunner
+from pdsl.runtime.tensor_parallel import apply_tensor_parallel, live_names
 
 __all__ = ["BUFFER", "WEIGHT", "Part", "bare_copy", "with_memory"]
 

@@ -296,6 +296,10 @@ _TABLE = (
     BlockInfo("memory", "what is traded for memory", implicit=True, keys=(
         KeyInfo("recompute", Kind.PATTERN, "modules whose activations are computed again in the backward pass"),
         KeyInfo("offload", Kind.CHOICE, "what waits in host memory", default="none", choices=("none", "optimizer", "params")),
+        KeyInfo("reshard", Kind.CHOICE, "whether sharded layers are gathered again for the backward; auto: not in a pipeline", default="auto", choices=("auto", "true", "false")),
+        KeyInfo("group", Kind.INT, "blocks that are gathered as one", default=1, minimum=1),
+        KeyInfo("prefetch", Kind.INT, "units that are gathered ahead of their use", default=1, minimum=0),
+        KeyInfo("sync", Kind.CHOICE, "after which microbatches sharded gradients are reduced", default="last", choices=("last", "every")),
     )),
     BlockInfo("fault_budget", "what the run survives", keys=(
         KeyInfo("unit", Kind.CHOICE, "what is lost as one; a rank takes its node along", default="node", choices=("node", "rank", "domain")),

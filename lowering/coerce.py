@@ -129,6 +129,8 @@ def _pair(value: Evaluated, problem: _Problem) -> Value | Unknown:
 
 def _choice(value: Evaluated, problem: _Problem) -> Value | Unknown:
     key = problem.key
+    if isinstance(value, bool) and str(value).lower() in key.choices:
+        return str(value).lower()
     if not isinstance(value, str):
         return problem.type(value)
     if value in key.choices or (key.function and FACTORY.fullmatch(value)):

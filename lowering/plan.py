@@ -30,6 +30,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Saving",
+    "Sharding",
     "StageCut",
     "Template",
 ]
@@ -130,6 +131,22 @@ class Saving:
 
 
 @frozen
+class Sharding:
+    """When sharded parameters are gathered, and when their gradients are reduced.
+
+    `reshard`: what a unit has gathered is given back after its forward and gathered again for its backward; without it, it stays whole for the
+    step. `group` consecutive blocks are one unit (the last may be shorter). `prefetch` units are gathered ahead of their use in forward and
+    backward, where units reshard. `every`: gradients are reduced after the backward of each microbatch and kept as shards, not added up whole
+    until the last.
+    """
+
+    reshard: bool = False
+    group: int = 1
+    prefetch: int = 1
+    every: bool = False
+
+
+@frozen
 class Job:
     """What is trained, apart from how it is laid out. `directory` is where user modules are imported from."""
 
@@ -170,7 +187,7 @@ class Plan:
     pipelines: tuple[Pipeline, ...]
     microbatches: int
     job: Job
-    reshard: bool = False
+    sharding: Sharding = Sharding()
     frozen_layers: int = 0
     generation: int = 0
     pending: tuple[str, ...] = ()
@@ -193,6 +210,11 @@ class Plan:
     def nodes(self) -> tuple[int, ...]:
         """All nodes, ascending."""
         return tuple(sorted({self.node(rank) for rank in self.ranks}))
+
+    @property
+    def reshard(self) -> bool:
+        """Whether units give back after their forward what they have gathered."""
+        return self.sharding.reshard
 
     @property
     def islands_per_node(self) -> int:

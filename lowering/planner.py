@@ -14,7 +14,7 @@ from pdsl.lowering.instantiate import instantiate
 from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.mesh import Mesh
 from pdsl.lowering.pending import pending
-from pdsl.lowering.plan import DEFAULT_SILENCE, Budget, Job, MeshAxis, ParameterLayout, Pipeline, Plan, Saving, StageCut, Template
+from pdsl.lowering.plan import DEFAULT_SILENCE, Budget, Job, MeshAxis, ParameterLayout, Pipeline, Plan, Saving, Sharding, StageCut, Template
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.schedules import SCHEDULES, single
 from pdsl.lowering.simulate import StageCosts, simulate
@@ -253,13 +253,20 @@ def _finish(draft: _Draft) -> Plan:
         microbatches=sum(len(p.microbatches) for p in draft.pipelines),
         job=_job(spec),
         saving=_saving(spec),
-        reshard=spec.pipeline is None,
+        sharding=_sharding(spec),
         silence=float(spec.fault_budget.silence) if spec.fault_budget is not None else DEFAULT_SILENCE,
         budget=draft.budget or (fixed_budget(spec, mesh, draft.templates[0].stages) if loses(spec) else None),
         pending=tuple(f"{path}: {what}" for path, what in pending(spec)),
     )
     _check_batch(made)
     return made
+
+
+def _sharding(spec: Spec) -> Sharding:
+    """Under a pipeline units stay whole for the step by default: each microbatch would gather them again."""
+    asked = spec.memory
+    reshard = spec.pipeline is None if asked.reshard == "auto" else asked.reshard == "true"
+    return Sharding(reshard, asked.group, asked.prefetch, asked.sync == "every")
 
 
 def _saving(spec: Spec) -> Saving | None:

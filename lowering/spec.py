@@ -229,10 +229,16 @@ class PrecisionSpec:
 
 @frozen
 class MemorySpec:
-    """`recompute` names the layers whose activations are computed again; `offload` what leaves the device."""
+    """`recompute` names the layers whose activations are computed again; `offload` what leaves the device. The others are about sharded
+    parameters: see `plan.Sharding`; `reshard` is auto, true or false, `sync` is last or every.
+    """
 
     recompute: Pattern | None = None
     offload: str = "none"
+    reshard: str = "auto"
+    group: int = 1
+    prefetch: int = 1
+    sync: str = "last"
 
 
 @frozen

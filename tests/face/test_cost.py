@@ -6,6 +6,7 @@ import pytest
 from attrs import evolve
 
 from pdsl.lowering.cost import boundary_bytes, cost, ring_all_reduce
+from pdsl.lowering.plan import Sharding
 from pdsl.lowering.program import ActionKind
 from pdsl.lowering.programs import program
 from pdsl.lowering.schedules import SCHEDULES
@@ -68,9 +69,9 @@ def test_parameters_stay_whole_for_the_step_where_units_do_not_reshard():
 
 
 def test_resharding_leaves_two_layers_and_small_ends_whole_and_the_gradients_of_all_microbatches():
-    several = cost(evolve(rectangular(), reshard=True)).memory[0]
+    several = cost(evolve(rectangular(), sharding=Sharding(reshard=True))).memory[0]
     assert several.transient == (160 + 2 * 528 + 160 + 2 * 528) * 4
-    one = cost(evolve(rectangular(positions=1, microbatches=1), reshard=True)).memory[0]
+    one = cost(evolve(rectangular(positions=1, microbatches=1), sharding=Sharding(reshard=True))).memory[0]
     assert one.transient == (2 * 160 + 2 * 528 + 2 * 160 + 528) * 4
 
 
@@ -97,7 +98,7 @@ def test_uneven_shards_are_padded_on_the_wire():
 
 
 def test_resharding_gathers_for_every_forward_and_backward():
-    traffic = cost(evolve(rectangular(positions=1, microbatches=4), reshard=True)).traffic[0]
+    traffic = cost(evolve(rectangular(positions=1, microbatches=4), sharding=Sharding(reshard=True))).traffic[0]
     # three blocks twice; the last one and the ends, which stay whole from forward to backward, once
     assert traffic.all_gather == 4 * (3 * 528 * 2 + 528 + 2 * 160) * 4 // 2
 

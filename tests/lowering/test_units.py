@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from attrs import evolve
 
+from pdsl.lowering.plan import Sharding
 from pdsl.lowering.units import gathers, root_layers, unit_layers
 from tests.plans import facts, rectangular
 
 
 def resharding(**options):
-    return evolve(rectangular(positions=1, microbatches=1, **options), reshard=True)
+    return evolve(rectangular(positions=1, microbatches=1, **options), sharding=Sharding(reshard=True))
 
 
 def test_small_ends_ride_with_the_root():

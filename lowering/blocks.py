@@ -32,6 +32,7 @@ class Kind(Enum):
     COUNT_PER_TIME = "a count, or a count per time"
     CHOICE = "a word"
     CHOICES = "a list of words"
+    NAMES = "a list of strings"
     PAIR = "a list of two numbers from 0 to 1"
     PATTERN = "a pattern over module names"
     STAGES = "balanced, or stage items"
@@ -53,6 +54,7 @@ EXAMPLES: Mapping[Kind, str] = MappingProxyType(
         Kind.PERIOD: "100, 1 epoch",
         Kind.COUNT_PER_TIME: "3, 5 per 24h",
         Kind.PAIR: "[0.9, 0.95]",
+        Kind.NAMES: '["mask"]',
         Kind.PATTERN: '"layers.*"',
         Kind.CONDITION: "gain > 5%",
         Kind.SOURCE: '"package.module:factory", source("package.module:factory", key = 1)',
@@ -329,11 +331,17 @@ _TABLE = (
         KeyInfo("optimizer", Kind.CALL, "how weights are updated", required=True, calls=_OPTIMIZERS),
         KeyInfo("accumulate", Kind.INT, "rounds of the schedule in one step", default=1, minimum=1),
         KeyInfo("last", Kind.CHOICE, "what becomes of a last batch that is not full", default="drop", choices=("drop", "pad")),
+        KeyInfo("shared", Kind.NAMES, "entries of the data that every microbatch gets whole, not by rows", default=()),
         KeyInfo("rate", Kind.CALL, "the learning rate over the steps", default=CallValue("constant"), calls=_RATES),
         KeyInfo("clip", Kind.NUMBER, "largest global norm of the gradient", above=0),
         KeyInfo("loss", Kind.CALL, "how losses of samples are joined", default=CallValue("mean", (), (("over", "samples"),)), calls=_LOSSES),
         KeyInfo("objective", Kind.CHOICE, 'who computes the loss: the model, a named one, or "module:function"', default="model", choices=("model", "cross_entropy", "mse"), function=True),
         KeyInfo("seed", Kind.INT, "decides initial weights, order of samples and dropout", default=0, minimum=0),
+    )),
+    BlockInfo("validate", "the loss on data that is not trained on", keys=(
+        KeyInfo("data", Kind.SOURCE, "factory of the held-out data", required=True, calls=_SOURCES),
+        KeyInfo("every", Kind.INT, "steps from one validation to the next; the last step is followed by one too", default=100, minimum=1),
+        KeyInfo("samples", Kind.INT, "the first so many samples instead of all", minimum=1),
     )),
 )  # fmt: skip
 

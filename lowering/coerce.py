@@ -50,6 +50,8 @@ def coerce(value: Evaluated, key: KeyInfo, path: str, span: Span, sink: Diagnost
             return _choice(value, problem)
         case Kind.CHOICES:
             return _choices(value, problem)
+        case Kind.NAMES:
+            return _names(value, problem)
         case Kind.SOURCE:
             return _source(value, problem)
         case _:
@@ -151,6 +153,17 @@ def _choices(value: Evaluated, problem: _Problem) -> Value | Unknown:
             return problem.report(f"{problem.path} lists {item} twice")
         words.append(item)
     return tuple(words)
+
+
+def _names(value: Evaluated, problem: _Problem) -> Value | Unknown:
+    names: list[Value] = []
+    for item in value if isinstance(value, tuple) else (value,):
+        if not isinstance(item, str):
+            return problem.type(value if not isinstance(value, tuple) else item)
+        if item in names:
+            return problem.report(f'{problem.path} lists "{item}" twice')
+        names.append(item)
+    return tuple(names)
 
 
 def _source(value: Evaluated, problem: _Problem) -> Value | Unknown:

@@ -33,6 +33,7 @@ __all__ = [
     "Sharding",
     "StageCut",
     "Template",
+    "Validation",
 ]
 
 PLAN_VERSION = 2
@@ -147,8 +148,17 @@ class Sharding:
 
 
 @frozen
+class Validation:
+    """Held-out data and after how many steps its loss is taken; `samples` are the first so many of it, None for all."""
+
+    data: CallValue
+    every: int
+    samples: int | None = None
+
+
+@frozen
 class Job:
-    """What is trained, apart from how it is laid out. `directory` is where user modules are imported from."""
+    """What is trained, apart from how it is laid out. `directory` is where user modules are imported from, `shared` are entries of the data without rows."""
 
     factory: str
     arguments: tuple[tuple[str, Value], ...]
@@ -164,6 +174,7 @@ class Job:
     last: str
     seed: int
     directory: str = field(default=".", eq=False)
+    shared: tuple[str, ...] = ()
 
 
 @frozen(slots=False)
@@ -194,6 +205,7 @@ class Plan:
     silence: float = DEFAULT_SILENCE
     budget: Budget | None = None
     saving: Saving | None = None
+    validation: Validation | None = None
     version: int = PLAN_VERSION
 
     @cached_property

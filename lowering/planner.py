@@ -14,7 +14,20 @@ from pdsl.lowering.instantiate import instantiate
 from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.mesh import Mesh
 from pdsl.lowering.pending import pending
-from pdsl.lowering.plan import DEFAULT_SILENCE, Budget, Job, MeshAxis, ParameterLayout, Pipeline, Plan, Saving, Sharding, StageCut, Template
+from pdsl.lowering.plan import (
+    DEFAULT_SILENCE,
+    Budget,
+    Job,
+    MeshAxis,
+    ParameterLayout,
+    Pipeline,
+    Plan,
+    Saving,
+    Sharding,
+    StageCut,
+    Template,
+    Validation,
+)
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.schedules import SCHEDULES, single
 from pdsl.lowering.simulate import StageCosts, simulate
@@ -253,6 +266,7 @@ def _finish(draft: _Draft) -> Plan:
         microbatches=sum(len(p.microbatches) for p in draft.pipelines),
         job=_job(spec),
         saving=_saving(spec),
+        validation=_validation(spec),
         sharding=_sharding(spec),
         silence=float(spec.fault_budget.silence) if spec.fault_budget is not None else DEFAULT_SILENCE,
         budget=draft.budget or (fixed_budget(spec, mesh, draft.templates[0].stages) if loses(spec) else None),
@@ -272,6 +286,11 @@ def _sharding(spec: Spec) -> Sharding:
 def _saving(spec: Spec) -> Saving | None:
     asked = spec.checkpoint
     return None if asked is None else Saving(asked.path, asked.every, asked.keep, asked.mode == "async")
+
+
+def _validation(spec: Spec) -> Validation | None:
+    asked = spec.validate
+    return None if asked is None else Validation(asked.data, asked.every, asked.samples)
 
 
 def _job(spec: Spec) -> Job:
@@ -295,6 +314,7 @@ def _job(spec: Spec) -> Job:
         objective=train.objective,
         last=train.last,
         seed=train.seed,
+        shared=train.shared,
         directory=spec.directory,
     )
 

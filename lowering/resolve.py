@@ -38,6 +38,7 @@ from pdsl.lowering.spec import (
     SizeRange,
     Spec,
     TrainSpec,
+    ValidateSpec,
     Value,
 )
 from pdsl.lowering.values import UNKNOWN, Evaluated, Unknown, ValueProblem, compare, describe, show
@@ -148,6 +149,7 @@ class _Resolver:
         pipeline = self._pipeline(rules)
         cluster, precision, memory = (self._plain(name) for name in ("cluster", "precision", "memory"))
         budget, freeze, checkpoint = (self._plain(name) for name in ("fault_budget", "freeze", "checkpoint"))
+        validate = self._plain("validate")
         name = self.file.source.name
         return Spec(
             name=posixpath.basename(name).removesuffix(".pdsl") or name,
@@ -162,6 +164,7 @@ class _Resolver:
             freeze=FreezeSpec(**freeze) if freeze is not None else None,
             checkpoint=CheckpointSpec(**checkpoint) if checkpoint is not None else None,
             train=train,
+            validate=ValidateSpec(**validate) if validate is not None else None,
             directory=posixpath.dirname(name) or ".",
             origins=tuple(self.reader.origins.items()),
         )

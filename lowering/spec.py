@@ -17,7 +17,7 @@ from pdsl.grammar.source import Span
 __all__ = [
     "REST", "AxisSpec", "CallValue", "CheckpointSpec", "ClusterSpec", "FaultBudgetSpec", "FreezeSpec", "LayoutCall", "LayoutSlots", "LayoutTerm",
     "MemorySpec", "MeshSpec", "ModelSpec", "Origin", "OriginKind", "PipelineSpec", "PrecisionSpec", "Quantity", "Rest", "ShardRule", "SizeRange", "Spec", "StageSpec",
-    "TrainSpec", "Value", "term_text",]  # fmt: skip
+    "TrainSpec", "ValidateSpec", "Value", "term_text",]  # fmt: skip
 
 
 class OriginKind(Enum):
@@ -276,7 +276,9 @@ class CheckpointSpec:
 
 @frozen
 class TrainSpec:
-    """`batch` is the global batch in samples; `accumulate` is how many rounds of the schedule make one step."""
+    """`batch` is the global batch in samples; `accumulate` is how many rounds of the schedule make one step; `shared` are entries of the data that have no
+    rows and go whole to every microbatch.
+    """
 
     data: CallValue
     batch: int
@@ -289,6 +291,16 @@ class TrainSpec:
     loss: CallValue = CallValue("mean", (), (("over", "samples"),))
     objective: str = "model"
     seed: int = 0
+    shared: tuple[str, ...] = ()
+
+
+@frozen
+class ValidateSpec:
+    """The loss on held-out data, every so many steps and after the last; `samples` are the first so many, None for all."""
+
+    data: CallValue
+    every: int = 100
+    samples: int | None = None
 
 
 @frozen
@@ -307,6 +319,7 @@ class Spec:
     freeze: FreezeSpec | None = None
     checkpoint: CheckpointSpec | None = None
     train: TrainSpec | None = None
+    validate: ValidateSpec | None = None
     directory: str = field(default=".", eq=False)
     origins: tuple[tuple[str, Origin], ...] = field(default=(), eq=False)
 

@@ -18,7 +18,7 @@ from pdsl.lowering.plan import Plan, StageCut, Template
 from pdsl.lowering.programs import template_timeline
 from pdsl.lowering.schedule import Op
 from pdsl.lowering.spec import Quantity, Value
-from pdsl.lowering.units import gathers, unit_layers
+from pdsl.lowering.units import gathers, reductions, unit_groups
 
 __all__ = [
     "CostReport", "RankMemory", "RankTraffic", "TemplateTime", "boundary_bytes", "cost", "is_trained", "peak_memory", "ring_all_reduce",
@@ -246,27 +246,36 @@ def boundary_bytes(layer: LayerFacts, rows: int, *, gradients: bool = False) -> 
 def _transient(plan: Plan, rank: int, owned: tuple[ParameterFacts, ...]) -> int:
     """Bytes of gathered parameters and whole gradients beyond the shards themselves.
 
-    Without resharding every sharded parameter of the rank's stages is whole for the step, and so is its gradient until it is reduced. With
-    resharding at most two layers are whole at a time, the one in use and the one gathered ahead, besides what rides in the root's unit, which
-    is whole until the end; the whole gradients of more than one microbatch still add up in place.
+    Without resharding every sharded parameter of the rank's stages is whole for the step. With resharding there are the unit in use and those
+    gathered ahead, besides what stays whole from a forward to the next backward: the root's unit, and the last one of each other stage.
+    Whole gradients add up in place over the microbatches, or are one unit's, and the root's, where each is reduced as it comes.
     """
     if plan.shard_size == 1:
         return 0
     at = plan.coordinate(rank)
     sharded = [p for p in owned if plan.layout(p.name).sharded]
     whole = {p.name: _whole_bytes(plan, p, at.tensor) for p in sharded}
+    groups = unit_groups(plan, rank)
+    layers = {i for stage in groups.values() for group in stage for i in group}
+    root = [p.name for p in sharded if not layers.intersection(p.layers)]
+    units = {s: [[p.name for p in sharded if set(group).intersection(p.layers)] for group in stage] for s, stage in groups.items()}
     trained = {p.name for p in sharded if is_trained(plan, p)}
-    if not plan.reshard:
-        return sum(whole.values()) + sum(whole[name] for name in trained)
-    layers = unit_layers(plan, rank)
-    units = [sum(whole[p.name] for p in sharded if i in p.layers) for i in layers]
-    root = [p for p in sharded if not set(layers).intersection(p.layers)]
-    if len(plan.pipelines[at.pipeline].microbatches) > 1:
+    gathered = _gathered(plan, {s: [sum(whole[n] for n in unit) for unit in stage] for s, stage in units.items()})
+    if reductions(plan, rank) < len(plan.pipelines[at.pipeline].microbatches):
         gradients = sum(whole[name] for name in trained)
     else:
-        largest = max((sum(whole[p.name] for p in sharded if i in p.layers and p.name in trained) for i in layers), default=0)
-        gradients = largest + sum(whole[p.name] for p in root if p.name in trained)
-    return sum(whole[p.name] for p in root) + sum(sorted(units)[-2:]) + gradients
+        largest = max((sum(whole[n] for n in unit if n in trained) for stage in units.values() for unit in stage), default=0)
+        gradients = largest + sum(whole[n] for n in root if n in trained)
+    return sum(whole[n] for n in root) + gathered + gradients
+
+
+def _gathered(plan: Plan, units: dict[int, list[int]]) -> int:
+    """The most bytes of units that are whole at once, of the sizes of each stage's units."""
+    if not plan.reshard:
+        return sum(size for stage in units.values() for size in stage)
+    kept = {s: stage[-1] for s, stage in units.items() if stage}
+    running = [sum(sorted(stage)[-1 - plan.sharding.prefetch :]) + sum(kept.values()) - kept[s] for s, stage in units.items() if stage]
+    return max(running, default=0)
 
 
 # --- traffic ------------------------------------------------------------------------------------------------------------------------------
@@ -286,7 +295,7 @@ def _traffic(plan: Plan, rank: int) -> RankTraffic:
         if plan.layout(p.name).sharded:
             padded = _box_bytes(plan, p, 0, at.tensor)  # a ring moves shards of equal size: all are padded to the first
             gather += others * padded * gathers(plan, rank, p)
-            scatter += others * padded if trained else 0
+            scatter += others * padded * reductions(plan, rank) if trained else 0
         if trained:
             summed += ring_all_reduce(_box_bytes(plan, p, at.shard, at.tensor), len(summed_over(plan, p, rank)))
     between = _point_to_point(plan, plan.template(at.pipeline), at.position)

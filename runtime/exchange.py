@@ -21,10 +21,12 @@ class ExchangeReduceScatter:
     """What `FSDPModule.set_custom_reduce_scatter` takes: where the buffers come from, and the reduction.
 
     The results are there after `settle`. FSDP2 only hands them on as the gradients, as long as it neither divides them (units are told to
-    sum) nor reduces in another dtype than that of the parameters, nor adds to gradients of an earlier reduction.
+    sum) nor reduces in another dtype than that of the parameters, nor adds to gradients of an earlier reduction. Where it does more than that,
+    the exchange has to be one that `waits`: its results are there when the call returns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = False) -> None:
+        self._waits = waits
         self._flying: deque[tuple[dist.Work, torch.Tensor, torch.Tensor, torch.Tensor]] = deque()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -42,6 +44,8 @@ class ExchangeReduceScatter:
         work = dist.all_to_all_single(parts, input_tensor, group=group, async_op=True)
         assert work is not None
         self._flying.append((work, input_tensor, parts.view(group.size(), -1), output_tensor))
+        if self._waits:
+            self._settle(0)
 
     def settle(self) -> None:
         """Wait until every result is there."""

@@ -7,7 +7,6 @@ the microbatches of a pipeline step; only the last backward of a stage reshards 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any, cast
 
 from torch import nn
@@ -15,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from pdsl.lowering.ownership import owned_parameters
-from pdsl.lowering.plan import Plan
-from pdsl.lowering.units import unit_layers
+from pdsl.lowering.plan import Plan, Sharding
+from pdsl.lowering.units import unit_groups
 from pdsl.runtime.exchange import ExchangeReduceScatter
 
 __all__ = ["Units", "shard_layers"]
@@ -29,16 +28,16 @@ class Units:
     """
 
     def __init__(
-        self, root: FSDPModule, by_stage: dict[int, list[FSDPModule]], *, reshard: bool, exchange: ExchangeReduceScatter | None = None
+        self, root: FSDPModule, by_stage: dict[int, list[FSDPModule]], sharding: Sharding, exchange: ExchangeReduceScatter | None = None
     ) -> None:
         self._root = root
         self._by_stage = by_stage
-        self._reshard = reshard
+        self._sharding = sharding
         self._exchange = exchange
         self._remaining: set[int] = set()
 
     def begin_step(self) -> None:
-        """No unit reduces or reshards until the program says that a stage comes to its last backward."""
+        """No unit reduces or reshards until the program says that a stage comes to its last backward, if the plan asks for no more."""
         self._remaining = set(self._by_stage)
         for units in self._by_stage.values():
             for unit in units:
@@ -66,29 +65,27 @@ class Units:
             self._exchange.settle()
 
     def _set(self, unit: FSDPModule, *, last: bool) -> None:
-        unit.set_requires_gradient_sync(last, recurse=False)
-        unit.set_reshard_after_backward(last or self._reshard, recurse=False)
+        unit.set_requires_gradient_sync(last or self._sharding.every, recurse=False)
+        unit.set_reshard_after_backward(last or self._sharding.reshard, recurse=False)
 
 
 def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh, names: Mapping[str, str]) -> Units:
-    """Wrap each owned layer of `model` as one FSDP2 unit, and `root`, the module whose forward runs a stage, around them.
+    """Wrap the owned layers of `model` as FSDP2 units, as `unit_groups` has them, and `root`, the module whose forward runs a stage, around them.
 
     What rides in the root's unit says `root_layers`. Parameters that are not sharded, or live elsewhere, are left alone.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     sharded = {named[names[p.name]] for p in owned_parameters(plan, rank) if plan.layout(p.name).sharded}
     ignored = {p for p in named.values() if p not in sharded}
-    stages = plan.template(plan.coordinate(rank).pipeline).stages
     by_stage: dict[int, list[FSDPModule]] = {s: [] for s in plan.stages_of(rank)}
-    for index in unit_layers(plan, rank):
-        modules = [model.get_submodule(m) for m in plan.facts.layers[index].modules if m]
+    for stage, layers in ((s, group) for s, groups in unit_groups(plan, rank).items() for group in groups):
+        modules = [model.get_submodule(m) for index in layers for m in plan.facts.layers[index].modules if m]
         modules = [m for m in modules if any(p not in ignored for p in m.parameters())]
         if not modules:
             continue
         unit = fully_shard(
             modules if len(modules) > 1 else modules[0], mesh=mesh["shard"], reshard_after_forward=plan.reshard, ignored_params=ignored
         )
-        stage = next(s for s in by_stage if stages[s].start <= index < stages[s].stop)
         by_stage[stage].append(unit if isinstance(unit, FSDPModule) else unit[0])
     fully_shard(root, mesh=mesh["shard"], reshard_after_forward=False, ignored_params=ignored)
     assert isinstance(root, FSDPModule)
@@ -96,28 +93,32 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
     for unit in (root, *units):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    _order_gathers(root, units, reshard=plan.reshard)
-    exchange = ExchangeReduceScatter() if mesh.device_type == "cpu" else None
+    _order_gathers(root, by_stage, plan.sharding)
+    exchange = ExchangeReduceScatter(waits=plan.sharding.every) if mesh.device_type == "cpu" else None
     if exchange is not None:
         for unit in (root, *units):
             unit.set_custom_reduce_scatter(cast("Any", exchange))
         # on a GPU gathers run on a stream of their own; on a CPU they only overlap if they are asynchronous
         root._set_unshard_async_op(True)
-    return Units(root, by_stage, reshard=plan.reshard, exchange=exchange)
+    return Units(root, by_stage, plan.sharding, exchange)
 
 
-def _order_gathers(root: FSDPModule, units: list[FSDPModule], *, reshard: bool) -> None:
+def _order_gathers(root: FSDPModule, by_stage: dict[int, list[FSDPModule]], sharding: Sharding) -> None:
     """Say which unit is gathered when, since FSDP2's own guess follows the forward passes of all microbatches, of which some are long over."""
-    if not units:
-        return
-    if not reshard:
+    stages = list(by_stage.values())
+    if not sharding.reshard:
         # the program gathers each stage once; what a backward has reduced is not to be gathered again for nothing
-        for unit in units:
+        for unit in (u for units in stages for u in units):
             unit.set_unshard_in_backward(False)
         return
-    units[-1].set_reshard_after_forward(False)
-    root.set_modules_to_forward_prefetch([units[0]])
-    root.set_modules_to_backward_prefetch([units[-1]])
-    for before, after in pairwise(units):
-        before.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([before])
+    ahead = sharding.prefetch
+    for units in stages:
+        for i, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
+            unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1] or [unit])  # itself: FSDP2 guesses where there is none
+        if units:
+            units[-1].set_reshard_after_forward(False)
+    # a root that runs several stages cannot know which comes next
+    only = stages[0] if len(stages) == 1 else []
+    root.set_modules_to_forward_prefetch(only[:ahead])
+    root.set_modules_to_backward_prefetch(only[::-1][:ahead] or [root])

@@ -4,6 +4,7 @@ base       what a rule is and what it may look at
 language   PDL0, PDL1: findings of the parser and the resolver, unused names
 mesh       PDL2: sizes and roles of axes
 shard      PDL3: patterns and layouts against the parameters of the model
+units      PDL3: when sharded parameters are gathered and reduced
 tensor     PDL3: layouts over tensor axes against their shapes
 pipeline   PDL4: schedule and batch
 stages     PDL4: stages against the layers of the model
@@ -15,12 +16,12 @@ general    PDL9: the check itself, and what is not executed yet
 from __future__ import annotations
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.lowering.rules import budget, general, language, mesh, pipeline, shard, stages, tensor, training
+from pdsl.lowering.rules import budget, general, language, mesh, pipeline, shard, stages, tensor, training, units
 from pdsl.lowering.rules.base import Context, Rule
 
 __all__ = ["RULES", "explain", "rule", "run_rules"]
 
-_MODULES = (language, mesh, shard, tensor, pipeline, stages, budget, training, general)
+_MODULES = (language, mesh, shard, units, tensor, pipeline, stages, budget, training, general)
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(

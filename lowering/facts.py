@@ -11,7 +11,20 @@ from enum import Enum
 
 from attrs import frozen
 
-__all__ = ["SINGLE_INPUT", "TARGETS", "BoundaryTensor", "BufferFacts", "LayerFacts", "LayerKind", "ModelFacts", "ParameterFacts"]
+from pdsl.lowering.tensor_facts import TensorFacts
+
+__all__ = [
+    "SINGLE_INPUT",
+    "TARGETS",
+    "BoundaryTensor",
+    "BufferFacts",
+    "DrawFacts",
+    "LayerFacts",
+    "LayerKind",
+    "ModelFacts",
+    "ParameterFacts",
+    "Rowed",
+]
 
 SINGLE_INPUT = "input"
 """The name of the batch entry of a model that was run with one tensor and no names."""
@@ -55,8 +68,9 @@ class LayerFacts:
     `name` is the block's module name; the prologue and epilogue are named by their first module, or `(prologue)`, `(epilogue)` if they own
     none; the one layer of a model without a chain is `(model)`. `modules` are the outermost modules that belong to it and have parameters.
     `parameters` are the canonical names of the parameters used in it (a tied one appears in several layers). FLOPs are those of the matrix
-    products of one forward, per sample; `activation_bytes` is what autograd saves per sample, in fp32, each storage once per layer.
-    `inputs` cross the boundary into this layer. `cut_before` is empty if a stage may begin here, else says why not. `passthrough` says that the
+    products of one forward, per sample; `activation_bytes` is what autograd keeps per sample from a forward to its backward, each storage once per layer.
+    Where modules of it are computed again in the backward, that are their inputs; `again_flops` is what is then computed twice, per sample, and
+    `again_bytes` what the largest of them takes while its backward runs. `inputs` cross the boundary into this layer. `cut_before` is empty if a stage may begin here, else says why not. `passthrough` says that the
     block turns its first argument into one tensor of the same shape and dtype.
     """
 
@@ -69,6 +83,8 @@ class LayerFacts:
     inputs: tuple[BoundaryTensor, ...] = ()
     cut_before: str = ""
     passthrough: bool = False
+    again_flops: int = 0
+    again_bytes: int = 0
 
 
 @frozen
@@ -97,6 +113,32 @@ class ParameterFacts:
     @property
     def bytes(self) -> int:
         return self.numel * {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.get(self.dtype, 4)
+
+
+class Rowed(Enum):
+    """Whose random numbers a draw gives: each row its own, all rows the same, or such as cannot be told apart by rows."""
+
+    ROWS = "rows"
+    SHARED = "shared"
+    OPAQUE = "opaque"
+
+
+@frozen
+class DrawFacts:
+    """One random operation of a forward in training mode.
+
+    `segment` counts the blocks that were called before (0: none; the last one begins when the last block is done). `operation` is torch's
+    name of it (`bernoulli_`), `function` the function of the model's code that leads there (`dropout`), `place` the module path. `dims`
+    holds (constant, per_row) for each dim of what is drawn, `row_dim` the dim of which every row has a share, -1 if there is none.
+    """
+
+    segment: int
+    operation: str
+    function: str
+    place: str
+    dims: tuple[tuple[int, int], ...]
+    rowed: Rowed
+    row_dim: int = -1
 
 
 @frozen
@@ -130,9 +172,13 @@ _ITEM_BYTES = {
 @frozen
 class ModelFacts:
     """All facts of one model. `sequential` tells the easy case: the model is an `nn.Sequential` and its output needs an objective.
-    `random` tells whether a forward in training mode draws random numbers. `inputs` are the names of the batch entries that the model
+    `random` tells whether a forward in training mode draws random numbers, `draws` which, if it was run. `inputs` are the names of the batch entries that the model
     was called with; `updated` are the buffers that the forward writes. `loss` tells whether it returned a loss: a scalar, or an output with one under that name. `warnings` are things worth
     telling, such as normalisation with batch statistics or what stands in the way of a chain.
+
+    Boundaries, FLOPs and bytes are those of the formats and the recomputation that the model was read with. `recomputed` are the outermost modules whose
+    activations are computed again, `unrepeatable` says of those that cannot be why not. `casts_output` tells that the last module's output is cast
+    to the format of the output. `refuses` is why the model does not run in the format that was asked for, empty if it does; then the facts are those of its own formats.
     """
 
     factory: str
@@ -146,6 +192,10 @@ class ModelFacts:
     warnings: tuple[str, ...] = ()
     torch: str = ""
     updated: tuple[BufferFacts, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    unrepeatable: tuple[str, ...] = ()
+    casts_output: bool = False
+    refuses: str = ""
 
     def parameter(self, name: str) -> ParameterFacts:
         return next(p for p in self.parameters if p.name == name)

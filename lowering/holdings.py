@@ -129,10 +129,10 @@ def _known(plan: Plan, buffers: Sequence[BufferFacts] | None) -> Sequence[Buffer
 
 
 def _rows(plan: Plan, kinds: Kinds, buffers: Sequence[BufferFacts]) -> Iterator[tuple[int, str, Box]]:
-    boxes: dict[tuple[tuple[int, ...], bool, int | None], tuple[Box, ...]] = {}
+    boxes: dict[object, tuple[Box, ...]] = {}
     for p in plan.facts.parameters:
         layout = plan.layout(p.name)
-        key = (p.shape, layout.sharded, layout.tensor_dim)
+        key = (p.shape, layout.geometry)
         if key not in boxes:
             boxes[key] = tuple(box(plan, p, s, t) for s in range(plan.shard_size) for t in range(plan.tensor_size))
         tensors = [(f"{kind}/{p.name}", kind in SCALARS) for kind in kinds_of(kinds, p)]

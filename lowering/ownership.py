@@ -3,13 +3,14 @@
 A *box* is the part of a parameter at one (shard, tensor) coordinate. The gradient of a box is summed over every rank that computed a part of
 it: the same coordinate in all pipelines and, for a tied parameter, in all stages that use it; over all shard coordinates too if the
 parameter is not split there, since those ranks saw different samples. Ranks that differ in the tensor coordinate alone saw the same samples:
-they hold equal gradients and are never summed.
+they hold equal gradients, which are not summed, unless the layout says that each has a part.
 """
 
 from __future__ import annotations
 
 from pdsl.lowering.facts import ParameterFacts
-from pdsl.lowering.plan import Plan
+from pdsl.lowering.parts import parts, same_on
+from pdsl.lowering.plan import ParameterLayout, Plan
 
 __all__ = ["holders", "islands_using", "local_bytes", "owned_parameters", "stages_using", "summed_over"]
 
@@ -40,23 +41,38 @@ def islands_using(plan: Plan, parameter: ParameterFacts) -> list[tuple[int, ...]
 def summed_over(plan: Plan, parameter: ParameterFacts, rank: int) -> tuple[int, ...]:
     """Ranks over which PDSL sums the gradient of this rank's box, ascending; a single rank means that nothing is to be summed."""
     at = plan.coordinate(rank)
-    shards = (at.shard,) if plan.layout(parameter.name).sharded else tuple(range(plan.shard_size))
+    layout = plan.layout(parameter.name)
+    tensors: tuple[int, ...] = (at.tensor,)
+    if layout.summed:
+        others = [a.name for a in plan.tensor_axes if a.name not in layout.summed]
+        tensors = same_on(plan.tensor_axes, others, at.tensor, plan.tensor_size) if others else tuple(range(plan.tensor_size))
     islands = islands_using(plan, parameter)
-    return tuple(sorted(island[s * plan.tensor_size + at.tensor] for island in islands for s in shards))
+    return tuple(sorted(island[s * plan.tensor_size + t] for island in islands for s in _shards(plan, layout, at.shard) for t in tensors))
 
 
 def holders(plan: Plan, parameter: ParameterFacts, rank: int) -> tuple[int, ...]:
     """Ranks that hold the same box as this rank, ascending. The first of them counts it in a global norm."""
     at = plan.coordinate(rank)
     layout = plan.layout(parameter.name)
-    shards = (at.shard,) if layout.sharded else tuple(range(plan.shard_size))
-    tensors = (at.tensor,) if layout.tensor_dim is not None else tuple(range(plan.tensor_size))
+    tensors: tuple[int, ...] = tuple(range(plan.tensor_size))
+    if layout.splits:
+        axes = [name for _, names in layout.splits for name in names]
+        tensors = same_on(plan.tensor_axes, axes, at.tensor, plan.tensor_size)
     islands = islands_using(plan, parameter)
-    return tuple(sorted(island[s * plan.tensor_size + t] for island in islands for s in shards for t in tensors))
+    return tuple(sorted(island[s * plan.tensor_size + t] for island in islands for s in _shards(plan, layout, at.shard) for t in tensors))
+
+
+def _shards(plan: Plan, layout: ParameterLayout, shard: int) -> tuple[int, ...]:
+    """The shard coordinates with the same part of a parameter as one."""
+    if not layout.sharded:
+        return tuple(range(plan.shard_size))
+    return same_on(plan.shard_axes, layout.shard_axes, shard, plan.shard_size)
 
 
 def local_bytes(plan: Plan, parameter: ParameterFacts) -> int:
     """Bytes of the largest box of a parameter."""
     layout = plan.layout(parameter.name)
-    parts = (plan.shard_size if layout.sharded else 1) * (plan.tensor_size if layout.tensor_dim is not None else 1)
-    return -(-parameter.bytes // parts)
+    cut = parts(plan.shard_axes, layout.shard_axes, plan.shard_size) if layout.sharded else 1
+    for _, axes in layout.splits:
+        cut *= parts(plan.tensor_axes, axes, plan.tensor_size)
+    return -(-parameter.bytes // cut)

@@ -15,6 +15,7 @@ from functools import cached_property
 from attrs import field, frozen
 
 from pdsl.lowering.facts import ModelFacts
+from pdsl.lowering.parts import role_axes
 from pdsl.lowering.places import Coordinate, MeshAxis
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.spec import CallValue, Value
@@ -46,6 +47,9 @@ DEFAULT_SILENCE = 300.0
 class ParameterLayout:
     """How one parameter lies on an island. `sharded`: split over the shard coordinate (dim 0, uneven allowed). `tensor_dim`: the dim that is
     split over the tensor coordinate, or None. `style` is what the rule said, in words of the language; `line` the line that decided (0 if none).
+
+    Where a mesh has several axes of a role, `shard_axes` and `tensor_axes` name those that split, major first; () means all of them. `second` is a second
+    dim that is split, and over which tensor axes. `summed` are tensor axes on whose ranks the gradient is a part, although the parameter is whole.
     """
 
     name: str
@@ -53,6 +57,21 @@ class ParameterLayout:
     tensor_dim: int | None
     style: str
     line: int
+    shard_axes: tuple[str, ...] = ()
+    tensor_axes: tuple[str, ...] = ()
+    second: tuple[int, tuple[str, ...]] | None = None
+    summed: tuple[str, ...] = ()
+
+    @property
+    def splits(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """The dims that tensor axes split, each with its axes."""
+        first = () if self.tensor_dim is None else ((self.tensor_dim, self.tensor_axes),)
+        return (*first, self.second) if self.second is not None else first
+
+    @property
+    def geometry(self) -> object:
+        """Equal for parameters that are cut in the same way."""
+        return self.sharded, self.shard_axes, self.splits
 
 
 @frozen
@@ -273,6 +292,16 @@ class Plan:
 
     def layout(self, parameter: str) -> ParameterLayout:
         return self._layouts[parameter]
+
+    @cached_property
+    def shard_axes(self) -> tuple[MeshAxis, ...]:
+        """The axes that make up the shard coordinate, major first, without those of one rank."""
+        return role_axes(self.axes, "shard")
+
+    @cached_property
+    def tensor_axes(self) -> tuple[MeshAxis, ...]:
+        """The axes that make up the tensor coordinate, major first, without those of one rank."""
+        return role_axes(self.axes, "tensor")
 
     @cached_property
     def _layouts(self) -> dict[str, ParameterLayout]:

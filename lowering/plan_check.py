@@ -98,8 +98,14 @@ def _layouts(plan: Plan) -> Iterator[str]:
     for layout, p in zip(plan.layouts, parameters, strict=True):
         if layout.tensor_dim is not None and not 0 <= layout.tensor_dim < len(p.shape):
             yield f"{p.name} is split in dim {layout.tensor_dim}, and has {len(p.shape)}"
+        if layout.second is not None and not 0 <= layout.second[0] < len(p.shape):
+            yield f"{p.name} is split in dim {layout.second[0]}, and has {len(p.shape)}"
         if layout.sharded and not p.shape:
             yield f"{p.name} is sharded, and has no dims"
+        named = {*layout.shard_axes, *layout.summed, *(a for _, axes in layout.splits for a in axes)}
+        unknown = named - {a.name for a in (*plan.shard_axes, *plan.tensor_axes)}
+        if unknown:
+            yield f"{p.name} is laid out over {', '.join(sorted(unknown))}, no axis of the island"
 
 
 def _job(plan: Plan) -> Iterator[str]:

@@ -1,0 +1,66 @@
+"""What the tensor probe found: how a model's own code behaves when some of its parameters are split over tensor axes.
+
+The probe runs the model once whole and once as a single tensor rank would, side by side. What differs is a problem that a rule reports; what is
+needed to run exactly (which gradients are parts, where a split sequence is gathered, which tensors cross a boundary split) is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from attrs import frozen
+
+from pdsl.lowering.places import MeshAxis
+
+__all__ = ["SplitInput", "TensorFacts", "TensorProblem", "local_dims"]
+
+
+@frozen
+class TensorProblem:
+    """Something that a tensor rank would compute otherwise than one process. `kind` is one of `heads`, `fails`, `differs`, `gradient`, `layout`, `sequence`,
+    `module`; `module` is the path of the module in whose forward it shows; `parameter` is the one whose layout is to blame, if one is.
+    """
+
+    kind: str
+    module: str
+    text: str
+    parameter: str = ""
+
+
+@frozen
+class SplitInput:
+    """Tensor `index` among the inputs of layer `layer` lies split in dim `dim` over `axes` when it crosses into the layer."""
+
+    layer: int
+    index: int
+    dim: int
+    axes: tuple[str, ...]
+
+
+@frozen
+class TensorFacts:
+    """`partial`: parameters whose gradient is a part on each rank of some tensor axes, and is summed over them. `sequence`: the axes along which the
+    stream between the layers is split in its sequence, () for none; `extends` tells that it stays so after the last block. `gathers`: modules
+    that gather a split sequence before they compute; `inputs`: tensors that cross a boundary split.
+    """
+
+    problems: tuple[TensorProblem, ...] = ()
+    partial: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    sequence: tuple[str, ...] = ()
+    extends: bool = False
+    gathers: tuple[str, ...] = ()
+    inputs: tuple[SplitInput, ...] = ()
+
+    def summed(self, parameter: str) -> tuple[str, ...]:
+        """The tensor axes over which the gradient of a parameter is to be summed."""
+        return dict(self.partial).get(parameter, ())
+
+
+def local_dims(dims: tuple[tuple[int, int], ...], split: SplitInput | None, axes: Sequence[MeshAxis]) -> tuple[tuple[int, int], ...]:
+    """The (constant, per row) sizes of a boundary tensor as one tensor rank has it."""
+    if split is None:
+        return dims
+    parts = prod(a.size for a in axes if a.name in split.axes)
+    constant, per_row = dims[split.dim]
+    return (*dims[: split.dim], (constant // parts, per_row // parts), *dims[split.dim + 1 :])

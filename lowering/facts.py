@@ -174,7 +174,7 @@ class ModelFacts:
     """All facts of one model. `sequential` tells the easy case: the model is an `nn.Sequential` and its output needs an objective.
     `random` tells whether a forward in training mode draws random numbers, `draws` which, if it was run. `inputs` are the names of the batch entries that the model
     was called with; `updated` are the buffers that the forward writes. `loss` tells whether it returned a loss: a scalar, or an output with one under that name. `warnings` are things worth
-    telling, such as normalisation with batch statistics or what stands in the way of a chain.
+    telling, such as normalisation with batch statistics or what stands in the way of a chain. `tensor` is what was found out about the layouts of one plan over its tensor axes, None where there are none.
 
     Boundaries, FLOPs and bytes are those of the formats and the recomputation that the model was read with. `recomputed` are the outermost modules whose
     activations are computed again, `unrepeatable` says of those that cannot be why not. `casts_output` tells that the last module's output is cast
@@ -192,6 +192,7 @@ class ModelFacts:
     warnings: tuple[str, ...] = ()
     torch: str = ""
     updated: tuple[BufferFacts, ...] = ()
+    tensor: TensorFacts | None = None
     recomputed: tuple[str, ...] = ()
     unrepeatable: tuple[str, ...] = ()
     casts_output: bool = False

@@ -15,7 +15,7 @@ from pdsl.lowering.cost import CostReport, RankMemory, RankTraffic, cost
 from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.mesh import PIPELINE, REPLICA
 from pdsl.lowering.ownership import owned_parameters, stages_using
-from pdsl.lowering.plan import ParameterLayout, Plan
+from pdsl.lowering.plan import ParameterLayout, Plan, Sharding
 from pdsl.lowering.programs import template_timeline
 from pdsl.lowering.proof import prove
 from pdsl.lowering.spec import Spec
@@ -326,6 +326,7 @@ def _proof(plan: Plan, spec: Spec | None, terminal: Terminal) -> list[str]:
 def plan_notes(plan: Plan) -> tuple[str, ...]:
     """What a reader of a plan should know: what is not executed, tied parameters, warnings of the model, lopsided layers."""
     notes = [f"not executed: {text}" for text in plan.pending]
+    notes += _gathering(plan)
     notes += [_tied(plan, p) for p in plan.facts.parameters if p.aliases or len(p.layers) > 1]
     notes += [
         f"{layer} holds {percent(share)} of the parameters that are gathered: cutting it finer would lower the peak"
@@ -335,6 +336,16 @@ def plan_notes(plan: Plan) -> tuple[str, ...]:
         notes.append(f"the first {plural(plan.frozen_layers, 'layer')} are frozen: no backward pass reaches them")
     notes += plan.facts.warnings
     return tuple(notes)
+
+
+def _gathering(plan: Plan) -> list[str]:
+    """How units are gathered and reduced, where that is not what is done by default."""
+    asked, pipelined = plan.sharding, any(t.positions > 1 for t in plan.templates)
+    if plan.shard_size == 1 or asked == Sharding(reshard=not pipelined):
+        return []
+    units = f"units of {asked.group} blocks" if asked.group > 1 else "units"
+    when = f"are gathered for each forward and each backward, {asked.prefetch} ahead" if asked.reshard else "stay whole for the step"
+    return [f"{units} {when}; gradients are reduced after {'each' if asked.every else 'the last'} microbatch"]
 
 
 def _tied(plan: Plan, p: ParameterFacts) -> str:

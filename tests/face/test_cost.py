@@ -203,3 +203,25 @@ def test_a_thousand_ranks_cost_no_more_than_a_moment():
     report = cost(rectangular(replicas=128, positions=4, shard=2, batch=128 * 8, model=facts(10)))
     assert len(report.memory) == 1024
     assert len({(m.parameters, m.activations) for m in report.memory}) == 4
+
+
+def test_units_that_are_reduced_after_each_microbatch_need_one_whole_gradient_and_more_traffic():
+    plan = rectangular(positions=1, microbatches=4)
+    every = evolve(plan, sharding=Sharding(every=True))
+    whole = (160 + 4 * 528 + 160) * 4
+    assert cost(plan).memory[0].transient == 2 * whole
+    assert cost(every).memory[0].transient == whole + 528 * 4
+    assert cost(every).traffic[0].reduce_scatter == 4 * cost(plan).traffic[0].reduce_scatter == 4 * whole // 2
+
+
+def test_groups_and_units_gathered_ahead_need_memory():
+    plan = rectangular(positions=1, microbatches=1)
+
+    def transient(**choice):
+        return cost(evolve(plan, sharding=Sharding(reshard=True, **choice))).memory[0].transient
+
+    block, ends = 528 * 4, 2 * 160 * 4
+    assert transient() == 2 * block + block + 2 * ends  # a gathered unit, the next one, a whole gradient; the ends in the root
+    assert transient(prefetch=0) == 2 * block + 2 * ends
+    assert transient(prefetch=2) == 4 * block + 2 * ends
+    assert transient(group=2) == 4 * block + 2 * block + 2 * ends

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 from attrs import evolve
 
+from pdsl.lowering.plan import Sharding
 from pdsl.lowering.programs import template_timeline
 from pdsl.render.plan import plan_notes, render_plan
 from pdsl.render.schedule import draw_schedule
@@ -243,3 +244,10 @@ def test_the_elastic_column_gives_way():
 def test_a_bar_is_as_long_as_its_sum():
     assert bar([(1, "a"), (2, "b"), (0, "c"), (1, "d")], 8, 8) == "abbd"
     assert bar([(8, "a")], 8, 24) == "a" * 24
+
+
+def test_notes_tell_how_units_are_gathered_where_the_spec_asked_for_it():
+    asked = evolve(PLANS["pp2_fsdp2"], sharding=Sharding(reshard=True, group=2, prefetch=3, every=True))
+    told = "units of 2 blocks are gathered for each forward and each backward, 3 ahead; gradients are reduced after each microbatch"
+    assert told in plan_notes(asked)
+    assert not any("gathered for" in note or "stay whole" in note for note in plan_notes(PLANS["pp2_fsdp2"]))

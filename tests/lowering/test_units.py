@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from pdsl.lowering.plan import Sharding
-from pdsl.lowering.units import gathers, root_layers, unit_layers
+from pdsl.lowering.plan import Plan, Sharding
+from pdsl.lowering.units import Collectives, collectives, gathers, root_layers, unit_groups, unit_layers
 from tests.plans import facts, rectangular
 
 
@@ -39,3 +39,46 @@ def test_only_what_reshards_before_its_backward_is_gathered_twice():
     assert {n for n, k in counts.items() if k == 1} == {n for n in counts if n.startswith(("blocks.2", "embed", "head"))}
     kept = rectangular(positions=1, microbatches=4, model=facts(3))
     assert {gathers(kept, 0, p) for p in kept.facts.parameters} == {1}
+
+
+def test_blocks_are_grouped_and_ends_are_not():
+    plan = evolve(rectangular(positions=1, microbatches=1, model=facts(5)), sharding=Sharding(group=2))
+    assert unit_groups(plan, 0) == {0: ((0,), (1, 2), (3, 4), (5,), (6,))}
+    last_is_shorter = evolve(plan, sharding=Sharding(reshard=True, group=3))
+    assert unit_groups(last_is_shorter, 0) == {0: ((1, 2, 3), (4, 5))}
+
+
+def test_no_group_reaches_over_stages():
+    plan = evolve(
+        rectangular(positions=1, microbatches=4, schedule="interleaved_1f1b", virtual=2, model=facts(4)), sharding=Sharding(group=9)
+    )
+    assert unit_groups(plan, 0) == {0: ((0,), (1, 2)), 1: ((3, 4), (5,))}
+
+
+def test_under_one_f_one_b_the_last_unit_of_a_stage_serves_what_comes_before_the_next_backward():
+    plan = evolve(rectangular(positions=2, microbatches=4, model=facts(4)), sharding=Sharding(reshard=True))
+    block = {i: next(p for p in plan.facts.parameters if p.name == f"blocks.{i}.up.weight") for i in range(4)}
+    # stage 0 runs F0 F1 B0 F2 B1 F3 B2 B3: its last unit is gathered for F0, F2, F3 and B3
+    assert (gathers(plan, 0, block[0]), gathers(plan, 0, block[1])) == (8, 4)
+    # stage 1 runs each backward right after its forward
+    assert (gathers(plan, 2, block[2]), gathers(plan, 2, block[3])) == (8, 4)
+
+
+def test_gradients_are_reduced_once_or_after_each_microbatch():
+    plan = rectangular(positions=1, microbatches=4, model=facts(3))
+    assert collectives(plan, 0) == Collectives(gathers=5, reductions=5)
+    assert collectives(evolve(plan, sharding=Sharding(every=True)), 0) == Collectives(gathers=5, reductions=20)
+    assert collectives(rectangular(shard=1), 0) == Collectives(0, 0)
+
+
+def test_a_pipeline_without_microbatches_gathers_nothing():
+    plan = rectangular(positions=1, microbatches=4, model=facts(3))
+    idle = evolve(plan, pipelines=(evolve(plan.pipelines[0], microbatches=()),))
+    assert collectives(idle, 0) == Collectives(0, 0)
+
+
+def test_sharding_is_in_the_hash_of_a_plan():
+    plan = rectangular()
+    choices = [Sharding(), Sharding(reshard=True), Sharding(group=2), Sharding(prefetch=0), Sharding(every=True)]
+    assert len({evolve(plan, sharding=choice).hash for choice in choices}) == len(choices)
+    assert Plan.from_json(evolve(plan, sharding=choices[-1]).to_json()).sharding == choices[-1]

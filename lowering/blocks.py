@@ -264,6 +264,7 @@ LAYOUTS: Mapping[str, str] = MappingProxyType(
         "fsdp": "split over the axes between uses, gathered for a layer's forward and backward; these axes split the batch too",
         "colwise": "split by output features over a tensor axis (Linear, Embedding)",
         "rowwise": "split by input features over a tensor axis (Linear, Embedding)",
+        "sequence": "whole, in a module that works on a part of the sequence: the stream between the layers is split over a tensor axis",
     }
 )
 """The calls that a shard rule may use. A rule may also list one slot per dim: `[tp, _]`."""

@@ -137,7 +137,7 @@ def memory_least(spec: Spec, facts: ModelFacts, world: int | None) -> int:
     mesh = build_mesh(spec, world) if spec.cluster.memory is not None else None
     if mesh is None or mesh.sizing is None or spec.pipeline is None:
         return 1
-    layouts = parameter_layouts(facts, spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size)
+    layouts = parameter_layouts(facts, spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size, axes=mesh.axes)
     pipeline, first = spec.pipeline, mesh.sizing
     for nodes in range(first.least, first.most + 1):
         at = build_mesh(spec, world, nodes)

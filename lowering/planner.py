@@ -105,7 +105,7 @@ def _rectangular(spec: Spec, mesh: Mesh) -> tuple[tuple[int, int], ...]:
 
 def _layouts_pass(draft: _Draft) -> _Draft:
     mesh = draft.mesh
-    layouts = parameter_layouts(draft.facts, draft.spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size)
+    layouts = parameter_layouts(draft.facts, draft.spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size, axes=mesh.axes)
     return evolve(draft, layouts=layouts)
 
 

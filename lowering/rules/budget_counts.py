@@ -56,7 +56,7 @@ def outline_of_spec(context: Context) -> Outline | None:
         return Outline(nodes, mesh.positions // islands, 1, lose(context), total, domain_nodes(spec))
     least, count = sizes.least, sizes.most - sizes.least + 1
     if context.facts is not None:
-        layouts = parameter_layouts(context.facts, spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size)
+        layouts = parameter_layouts(context.facts, spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size, axes=mesh.axes)
         try:
             budget = elastic_budget(spec, context.facts, layouts, mesh)
         except PlanError:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from attrs import evolve, field, frozen
 
+from pdsl.lowering.draws import Draw, assemble_draws, draw_warnings
 from pdsl.lowering.facts import BoundaryTensor, BufferFacts, LayerFacts, LayerKind, ModelFacts, ParameterFacts
 
 __all__ = ["Crossing", "Observation", "Segment", "Structure", "assemble", "assemble_unrun", "assemble_whole"]
@@ -29,7 +30,8 @@ class Crossing:
 @frozen
 class Segment:
     """What was seen in one segment. `modules` are the outermost modules with parameters that were called, but not the block itself; `saved`
-    are the bytes that autograd kept; `leak` names what the loss reads from earlier segments past `crossings`, empty if nothing.
+    are the bytes that autograd kept; `leak` names what the loss reads from earlier segments past `crossings`, empty if nothing. `again_flops` is what
+    the backward computes again, `again` the bytes that the largest module of it takes then.
     """
 
     crossings: tuple[Crossing, ...] = ()
@@ -37,13 +39,16 @@ class Segment:
     flops: int = 0
     saved: int = 0
     leak: str = ""
+    again_flops: int = 0
+    again: int = 0
 
 
 @frozen
 class Observation:
     """One forward pass with `rows` samples. `order` names the blocks as they were called; there are len(order) + 2 segments. `used` gives for
     each parameter, by canonical name, the segments with an operation that reads it. `passthrough` is one flag for each block. `outside` are
-    parameters that were read while no module that holds them ran, `updated` buffers that were written.
+    parameters that were read while no module that holds them ran, `updated` buffers that were written. `unrepeatable` says which modules that are to
+    be computed again cannot be, and why.
     """
 
     rows: int
@@ -55,6 +60,8 @@ class Observation:
     loss: bool
     outside: frozenset[str] = frozenset()
     updated: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # (name, shape, dtype)
+    draws: tuple[Draw, ...] = ()
+    unrepeatable: tuple[str, ...] = ()
 
 
 @frozen
@@ -93,6 +100,8 @@ def assemble_whole(structure: Structure, small: Observation, large: Observation,
         parameters=tuple(p.name for p in parameters),
         flops=_per_row(small.segments[0].flops, large.segments[0].flops, small.rows, large.rows),
         activation_bytes=_per_row(small.segments[0].saved, large.segments[0].saved, small.rows, large.rows),
+        again_flops=_per_row(small.segments[0].again_flops, large.segments[0].again_flops, small.rows, large.rows),
+        again_bytes=_per_row(small.segments[0].again, large.segments[0].again, small.rows, large.rows),
     )
     unused = tuple(p.name for p in structure.parameters if not small.used.get(p.name))
     parameters = tuple(evolve(p, outside=_read_outside(p, (layer,), small)) for p in parameters)
@@ -212,6 +221,8 @@ def _layer(
         activation_bytes=sum(_per_row(small.segments[s].saved, large.segments[s].saved, *rows) for s in merged),
         inputs=inputs,
         cut_before=reason,
+        again_flops=sum(_per_row(small.segments[s].again_flops, large.segments[s].again_flops, *rows) for s in merged),
+        again_bytes=max(_per_row(small.segments[s].again, large.segments[s].again, *rows) for s in merged),
         passthrough=kind is LayerKind.BLOCK and small.passthrough[segment - 1] and large.passthrough[segment - 1],
     )
 
@@ -267,17 +278,19 @@ def _facts(
         for name, _, _ in seen[0].updated
         if name.rpartition(".")[0] not in told
     )
+    draws = assemble_draws(seen[0].draws, seen[1].draws, seen[0].rows, seen[1].rows)
     return ModelFacts(
         factory=structure.factory,
         layers=layers,
         parameters=parameters,
         buffers=structure.buffers,
+        draws=draws,
         updated=tuple(BufferFacts(name, shape, dtype, _running(name, layers)) for name, shape, dtype in seen[0].updated),
         inputs=structure.inputs,
         sequential=structure.sequential,
         random=any(o.random for o in seen),
         loss=seen[0].loss,
-        warnings=warnings,
+        warnings=warnings + draw_warnings(draws),
         torch=structure.torch,
     )
 

@@ -21,6 +21,7 @@ from pdsl.grammar.errors import ModelError
 from pdsl.lowering.depends import Stamp, still_so, watching
 from pdsl.lowering.factory import call_factory, module_file, on_path, parse_reference, plain_arguments, resolve
 from pdsl.lowering.facts import ModelFacts
+from pdsl.lowering.precision import RunAs
 from pdsl.lowering.serial import dump, load
 from pdsl.lowering.spec import CallValue, Value
 
@@ -33,21 +34,25 @@ _READERS = (
     "probe.py",
     "probe_pass.py",
     "probe_rows.py",
+    "probe_numerics.py",
+    "probe_repeats.py",
+    "precision.py",
     "chain.py",
+    "draws.py",
     "facts.py",
     "serial.py",
 )  # a change in one of them makes all entries stale
 
 
 def read_facts(
-    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", cache: bool = True
+    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", cache: bool = True, run_as: RunAs = RunAs()
 ) -> ModelFacts:
     """The facts of a model: from the cache, else by building and running it without weights on a few rows of `data`.
 
     `data` is a call with the reference of a data set as its first argument, as in `train.data`. Without data the model does not run, and boundaries
-    stay unknown. Raises ModelError if model or data set cannot be built or run.
+    stay unknown. `run_as` says in which formats the model is going to run. Raises ModelError if model or data set cannot be built or run.
     """
-    found = cached_facts(factory, arguments, data=data, directory=directory) if cache else None
+    found = cached_facts(factory, arguments, data=data, directory=directory, run_as=run_as) if cache else None
     if found is not None:
         return found
     from pdsl.lowering.probe import probe
@@ -59,15 +64,17 @@ def read_facts(
             reference = data_reference(data)
             dataset = call_factory(resolve(reference, directory), plain_arguments(data.keywords), reference)
             batch = probe_batch(dataset)
-        facts = probe(factory, plain_arguments(arguments), batch=batch, directory=directory)
+        facts = probe(factory, plain_arguments(arguments), batch=batch, directory=directory, run_as=run_as)
     if cache:
-        store_facts(facts, factory, arguments, data=data, directory=directory, read=watch.stamps())
+        store_facts(facts, factory, arguments, data=data, directory=directory, read=watch.stamps(), run_as=run_as)
     return facts
 
 
-def cached_facts(factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".") -> ModelFacts | None:
+def cached_facts(
+    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", run_as: RunAs = RunAs()
+) -> ModelFacts | None:
     """Facts that were stored for exactly this, or None. Imports neither torch nor anything of the user."""
-    key = facts_key(factory, arguments, data=data, directory=directory)
+    key = facts_key(factory, arguments, data=data, directory=directory, run_as=run_as)
     text = read_entry(_entry(key), key) if key is not None else None
     files, _, body = (text or "").partition("\n")
     if not still_so(files):
@@ -86,9 +93,10 @@ def store_facts(
     data: CallValue | None = None,
     directory: str = ".",
     read: Sequence[Stamp] | None = (),
+    run_as: RunAs = RunAs(),
 ) -> bool:
     """Keep facts for the next time; whether that worked. `read` are files that they depend on, None if there are too many to tell."""
-    key = facts_key(factory, arguments, data=data, directory=directory) if read is not None else None
+    key = facts_key(factory, arguments, data=data, directory=directory, run_as=run_as) if read is not None else None
     return key is not None and write_entry(_entry(key), key, f"{json.dumps(read)}\n{dump(facts)}")
 
 
@@ -101,12 +109,15 @@ def data_reference(data: CallValue) -> str:
     raise ModelError('data names no data set: expected "package.module:factory"')
 
 
-def facts_key(factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".") -> str | None:
+def facts_key(
+    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", run_as: RunAs = RunAs()
+) -> str | None:
     """What decides about the facts, as a hash in hex; None where a source cannot be found, so that nothing is cached."""
     pairs = arguments.items() if isinstance(arguments, Mapping) else arguments
     modules = [parse_reference(factory).module]
     whole = hashlib.sha256()
     whole.update(dump(CallValue(factory, (), tuple(sorted(pairs, key=lambda pair: pair[0])))).encode())
+    whole.update(run_as.key.encode())
     if data is not None:
         modules.append(parse_reference(data_reference(data)).module)
         whole.update(dump(data).encode())

@@ -6,12 +6,15 @@ inside earlier blocks past what crosses.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from pdsl.lowering.chain import Crossing, Observation, Segment
+from pdsl.lowering.draws import Draw
+from pdsl.lowering.probe_numerics import Numerics
+from pdsl.lowering.probe_repeats import Repeats
 
 __all__ = ["NotAChain", "Recorder", "is_plain_sequential", "parameter_groups"]
 
@@ -55,9 +61,12 @@ class _Uses(TorchFunctionMode):
     def __init__(self, note: Callable[[Tensor], None]) -> None:
         super().__init__()
         self.note = note
+        self.running = ""  # the function that runs now
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.running = getattr(func, "__name__", "")
         result = func(*args, **(kwargs or {}))
+        self.running = ""
         if getattr(func, "__name__", "") in self._READS or any(isinstance(r, Tensor) for r in tree_leaves(result)):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor):
@@ -65,16 +74,25 @@ class _Uses(TorchFunctionMode):
         return result
 
 
-class _Flops(TorchDispatchMode):
-    """Counts the operations of matrix products by torch's own formulas, and of attention on CPU, for which torch has none."""
+class _Operations(TorchDispatchMode):
+    """Counts the operations of matrix products by torch's own formulas, and of attention on CPU, for which torch has none; tells `drawn` of every
+    operation that draws random numbers, and whether it is none of torch's own.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, drawn: Callable[[str, Tensor, bool], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
+        self.drawn = drawn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        foreign = func.namespace not in ("aten", "prim", "prims")
+        state = torch.get_rng_state() if foreign else None
         result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags or (state is not None and not torch.equal(state, torch.get_rng_state())):
+            drawn = next((t for t in tree_leaves(result) if isinstance(t, Tensor)), None)
+            if drawn is not None:
+                self.drawn(func._overloadpacket.__name__, drawn, foreign)
         packet = func._overloadpacket
         if packet in flop_registry:
             self.total += int(flop_registry[packet](*args, **kwargs, out_val=result))
@@ -87,8 +105,9 @@ class _Flops(TorchDispatchMode):
 class Recorder:
     """Watches one forward pass and keeps what `Observation` holds."""
 
-    def __init__(self, model: nn.Module, blocks: tuple[str, ...], batch: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, blocks: tuple[str, ...], batch: Mapping[str, Tensor], numerics: Numerics | None = None) -> None:
         self.model = model
+        self.numerics = numerics
         self.blocks = blocks
         groups = parameter_groups(model)
         self.names = {id(p): canonical for canonical, group in groups.items() for _, p in group}
@@ -110,7 +129,12 @@ class Recorder:
         self.running: list[str] = []  # modules outside of blocks, the outermost first
         self.updated: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # buffers that the forward changed
         self.outside: set[str] = set()  # parameters read while no module that holds them runs
-        self.flops = _Flops()
+        self.draws: list[Draw] = []
+        self.flops = _Operations(self._drawn)
+        self.uses = _Uses(self._note)
+        again = numerics.recompute if numerics is not None else ()
+        self.repeats = Repeats(again, lambda: self.segment, lambda: self.flops.total, self._keep)
+        self.paths = {id(m): name for name, m in model.named_modules()}
 
     @property
     def segment(self) -> int:
@@ -123,9 +147,12 @@ class Recorder:
         with ExitStack() as stack:
             if not is_plain_sequential(self.model):
                 self._hook(stack)
+            for handle in self.numerics.install(self.model) if self.numerics is not None else ():
+                stack.callback(handle.remove)
+            self.repeats.install(self.model, stack)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t))
             stack.enter_context(self.flops)
-            stack.enter_context(_Uses(self._note))
+            stack.enter_context(self.uses)
             output = self._call_children(args[0]) if is_plain_sequential(self.model) and self.blocks else self.model(*args, **kwargs)
         missing = [b for b in self.blocks if b not in self.order]
         if missing:
@@ -188,12 +215,25 @@ class Recorder:
         if not any(alias.startswith(f"{m}.") for alias in self.aliases_of[name] for m in holders):
             self.outside.add(name)
 
+    def _drawn(self, operation: str, tensor: Tensor, foreign: bool) -> None:
+        """Note a random operation; the module is that of the innermost forward that runs."""
+        frame: FrameType | None = sys._getframe(1)
+        place = None
+        while frame is not None and place is None:
+            place = self.paths.get(id(frame.f_locals.get("self")))
+            frame = frame.f_back
+        self.draws.append(Draw(self.segment, operation, self.uses.running, place or "", tuple(tensor.shape), foreign))
+
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.exempt:
-            size = storage.nbytes() // tensor.element_size()
-            self.saved[-1][storage._cdata] = 4 * size if tensor.is_floating_point() else storage.nbytes()
+            if not self.repeats.takes(storage._cdata, storage.nbytes()):
+                self._keep(storage._cdata, storage.nbytes())
         return tensor
+
+    def _keep(self, storage: int, size: int) -> None:
+        if storage not in self.exempt:
+            self.saved[-1][storage] = size
 
     def _begin_segment(self) -> None:
         self.flops_at.append(self.flops.total)
@@ -267,12 +307,17 @@ class Recorder:
                 flops=ends[s] - begins[s],
                 saved=sum(self.saved[s].values()),
                 leak=leaks.get(s, ""),
+                again_flops=self.repeats.flops.get(s, 0),
+                again=self.repeats.bytes.get(s, 0),
             )
             for s in range(len(ends))
         ]
         used = {name: frozenset(at) for name, at in self.used.items()}
         passthrough, outside = tuple(self.passthrough), frozenset(self.outside)
-        return Observation(rows, tuple(self.order), tuple(segments), used, passthrough, random, loss is not None, outside, self.updated)
+        found = Observation(
+            rows, tuple(self.order), tuple(segments), used, passthrough, random, loss is not None, outside, self.updated, tuple(self.draws)
+        )
+        return evolve(found, unrepeatable=self.repeats.reasons(name for name, _, _ in self.updated))
 
     def _leaks(self, roots: list[Tensor]) -> dict[int, str]:
         """For each segment whose begin the loss reads past, and not only through what crosses: a parameter that it reaches so.

@@ -21,11 +21,24 @@ from pdsl.runtime.gradients import Reducer
 from pdsl.runtime.groups import Groups
 from pdsl.runtime.objective import Objective
 from pdsl.runtime.shard import Units
+from pdsl.runtime.split_backward import WeightHalf, backward_input, is_divisible
 from pdsl.runtime.waits import Pending
 
 __all__ = ["Executor", "StageCall", "StepSums"]
 
 _Key = tuple[int, int]  # (stage, microbatch)
+
+_WORDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "input half of the backward",
+    ActionKind.BACKWARD_WEIGHT: "weight half of the backward",
+}
+_NEEDS = {
+    ActionKind.FORWARD: ActionKind.RECEIVE_ACTIVATION,
+    ActionKind.BACKWARD: ActionKind.RECEIVE_GRADIENT,
+    ActionKind.BACKWARD_INPUT: ActionKind.RECEIVE_GRADIENT,
+}
 
 
 class StageCall(Protocol):
@@ -70,6 +83,8 @@ class Executor:
     _posted: dict[tuple[ActionKind, int, int], tuple[list[Pending], tuple[torch.Tensor, ...]]] = field(factory=dict, init=False)
     _sends: list[tuple[Pending, torch.Tensor]] = field(factory=list, init=False)
     _flying: dict[_Key, _InFlight] = field(factory=dict, init=False)
+    _halves: dict[_Key, WeightHalf] = field(factory=dict, init=False)
+    _divisible: dict[int, bool] = field(factory=dict, init=False)
     _handed: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, ...]] = field(factory=dict, init=False)
     _ready: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, ...]] = field(factory=dict, init=False)
 
@@ -79,7 +94,8 @@ class Executor:
         self._own_stages = self.plan.stages_of(rank)
         self._current = self.program.actions[0]
         self._inputs = {i: facts.layers[s.start].inputs if i else () for i, s in enumerate(stages)}
-        self._last_backward = frozenset({a.stage: i for i, a in enumerate(self.program.actions) if a.kind is ActionKind.BACKWARD}.values())
+        ends = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+        self._last_backward = frozenset({a.stage: i for i, a in enumerate(self.program.actions) if a.kind in ends}.values())
 
     def step(self, microbatches: Mapping[int, Mapping[str, torch.Tensor]]) -> StepSums:
         """Run every action but STEP. `microbatches` are this rank's rows by global microbatch id. What was sent is waited for by `settle`.
@@ -87,6 +103,7 @@ class Executor:
         Raises RunError, with the action that this rank was at, if a peer is gone or silent.
         """
         sums = StepSums()
+        self._divisible.clear()
         self.reducer.begin_step()
         if self.units is not None:
             self.units.begin_step()
@@ -111,9 +128,8 @@ class Executor:
     def _where(self) -> str:
         """What this rank is at, and whom it waits for there."""
         action = self._current
-        names = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
-        what = names.get(action.kind, action.kind.name.lower().replace("_", " "))
-        needs = {ActionKind.FORWARD: ActionKind.RECEIVE_ACTIVATION, ActionKind.BACKWARD: ActionKind.RECEIVE_GRADIENT}.get(action.kind)
+        what = _WORDS.get(action.kind, action.kind.name.lower().replace("_", " "))
+        needs = _NEEDS.get(action.kind)
         key = (needs, action.stage, action.microbatch)
         peer = next((a.peer for a in self.program.actions if (a.kind, a.stage, a.microbatch) == key), action.peer)
         waits = f", which needs rank {peer}" if peer >= 0 else ""
@@ -126,9 +142,11 @@ class Executor:
                 case ActionKind.FORWARD:
                     self._forward(action, microbatches[action.microbatch], sums)
                 case ActionKind.BACKWARD:
-                    if index in self._last_backward:
-                        self.reducer.begin_last_backward(action.stage)
-                    self._backward(action)
+                    self._backward(action, last=index in self._last_backward)
+                case ActionKind.BACKWARD_INPUT:
+                    self._backward_input(action)
+                case ActionKind.BACKWARD_WEIGHT:
+                    self._backward_weight(action, last=index in self._last_backward)
                 case ActionKind.SEND_ACTIVATION | ActionKind.SEND_GRADIENT:
                     self._send(action)
                 case ActionKind.RECEIVE_ACTIVATION | ActionKind.RECEIVE_GRADIENT:
@@ -136,7 +154,7 @@ class Executor:
                 case ActionKind.UNSHARD:
                     self._units.unshard(action.stage)
                 case ActionKind.RESHARD:
-                    self._units.begin_last_backward(action.stage)
+                    pass  # done by the backward that follows: a whole one does it unit by unit by itself, a half does not
                 case ActionKind.REDUCE:
                     self.reducer.issue(action.bucket)
                 case ActionKind.STEP:
@@ -173,24 +191,75 @@ class Executor:
             ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_ACTIVATION, stage, stage + 1, microbatch, tuple(t.detach() for t in outputs)
         )
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, *, last: bool) -> None:
         stage, microbatch = action.stage, action.microbatch
         if self.before_backward is not None:
             self.before_backward()
         flying = self._flying.pop((stage, microbatch))
-        if stage + 1 == len(self._inputs):
-            if flying.outputs[0].requires_grad:
-                flying.outputs[0].backward()
+        outputs, given = self._given(flying, stage, microbatch)
+        self._begin_last(stage, last=last, by_itself=True)
+        if outputs:
+            torch.autograd.backward(outputs, given)
+        wanted = self._wanted(flying, stage)
+        self._hand_back(action, wanted, tuple(t.grad for t in wanted))
+
+    def _backward_input(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        if self.before_backward is not None:
+            self.before_backward()
+        flying = self._flying.pop((stage, microbatch))
+        outputs, given = self._given(flying, stage, microbatch)
+        wanted = self._wanted(flying, stage)
+        if stage not in self._divisible:
+            self._divisible[stage] = is_divisible(outputs)
+        if self._divisible[stage] or not wanted:
+            found, half = backward_input(outputs, given, wanted)
         else:
-            grads = self._take(ActionKind.RECEIVE_GRADIENT, stage, microbatch)
-            outputs = tuple(t for t, f in zip(flying.outputs, self._inputs[stage + 1], strict=True) if f.differentiable)
-            pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
-            if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward(outputs, given)
+            found, half = tuple(t.grad for t in wanted), WeightHalf()
+        self._halves[stage, microbatch] = half
+        self._hand_back(action, wanted, found)
+
+    def _backward_weight(self, action: Action, *, last: bool) -> None:
+        half = self._halves.pop((action.stage, action.microbatch))
+        self._begin_last(action.stage, last=last, by_itself=half.whole)
+        if not last or half.whole or self.units is None:
+            half.run()
+            if self.units is not None and not last:
+                self.units.end_weight_half(action.stage)
+            return
+        ends = self.units.ends(action.stage, half.weights())
+        half.run(ends.done)
+        ends.finish()
+
+    def _begin_last(self, stage: int, *, last: bool, by_itself: bool) -> None:
+        """Ahead of what makes the gradients of a stage final. `by_itself` tells that it is a backward as torch knows it, in which FSDP2 reduces."""
+        if not last:
+            return
+        self.reducer.begin_last_backward(stage)
+        if self.units is not None and by_itself:
+            self.units.begin_last_backward(stage)
+
+    def _given(self, flying: _InFlight, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The outputs of a stage that a backward starts from, and their gradients."""
+        if stage + 1 == len(self._inputs):
+            loss = flying.outputs[0]
+            return ([loss], [torch.ones_like(loss)]) if loss.requires_grad else ([], [])
+        grads = self._take(ActionKind.RECEIVE_GRADIENT, stage, microbatch)
+        outputs = [t for t, f in zip(flying.outputs, self._inputs[stage + 1], strict=True) if f.differentiable]
+        pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad]
+        return [t for t, _ in pairs], [g for _, g in pairs]
+
+    def _wanted(self, flying: _InFlight, stage: int) -> tuple[torch.Tensor, ...]:
+        """The received tensors whose gradients the stage before needs."""
+        return tuple(t for t, f in zip(flying.received, self._inputs[stage], strict=True) if f.differentiable)
+
+    def _hand_back(self, action: Action, wanted: tuple[torch.Tensor, ...], found: tuple[torch.Tensor | None, ...]) -> None:
+        """Give the gradients of the received tensors to the stage before; zero where nothing depends on one."""
+        stage, microbatch = action.stage, action.microbatch
         if stage == 0:
             return
-        wanted = tuple(t for t, f in zip(flying.received, self._inputs[stage], strict=True) if f.differentiable)
-        gradients = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in wanted)
+        gradients = tuple(torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True))
         self._hand_on(ActionKind.SEND_GRADIENT, ActionKind.RECEIVE_GRADIENT, stage, stage - 1, microbatch, gradients)
 
     def _checked(self, output: Any, stage: int, microbatch: int) -> tuple[torch.Tensor, ...]:

@@ -6,10 +6,10 @@ the microbatches of a pipeline step; only the last backward of a stage reshards 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -17,6 +17,7 @@ from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import Plan, Sharding
 from pdsl.lowering.units import unit_groups
 from pdsl.runtime.exchange import ExchangeReduceScatter
+from pdsl.runtime.unit_ends import UnitEnds, accumulate, end_backward, reduce_now
 
 __all__ = ["Units", "shard_layers"]
 
@@ -58,6 +59,25 @@ class Units:
         if not self._remaining:
             self._set(self._root, last=True)
         self._root.set_is_last_backward(True)
+
+    def end_weight_half(self, stage: int) -> None:
+        """The weight half of a microbatch is done, and more follow."""
+        for unit in (*self._by_stage[stage], self._root):
+            accumulate(unit)
+
+    def ends(self, stage: int, weights: Iterable[Tensor]) -> UnitEnds:
+        """What reduces the units of a stage in its last weight half, in which `weights` get their gradients."""
+        self._remaining.discard(stage)
+        last = () if self._remaining else (self._root,)
+        return UnitEnds((*self._by_stage[stage][::-1], *last), weights, self._reduce, self._end)
+
+    def _reduce(self, unit: FSDPModule) -> None:
+        self._set(unit, last=True)
+        reduce_now(unit)
+
+    def _end(self) -> None:
+        self._root.set_is_last_backward(True)
+        end_backward(self._root)
 
     def settle(self) -> None:
         """Wait for the reductions that are under way; before that the gradients of the units hold nothing."""

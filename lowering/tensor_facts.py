@@ -40,16 +40,20 @@ class SplitInput:
 
 @frozen
 class TensorFacts:
-    """`partial`: parameters whose gradient is a part on each rank of some tensor axes, and is summed over them. `sequence`: the axes along which the
-    stream between the layers is split in its sequence, () for none; `extends` tells that it stays so after the last block. `gathers`: modules
-    that gather a split sequence before they compute; `inputs`: tensors that cross a boundary split.
+    """`partial`: parameters whose gradient is a part on each rank of some tensor axes, and is summed over them.
+
+    `sequence`: the axes along which the stream between the layers is split in its sequence, () for none. `enters` are the inputs of the first block that
+    are split there, `exits` the (leaf, dim) of what the last block gives that are gathered behind it. `gathers`: modules that gather a split sequence before they compute, `scatters`:
+    modules whose output is left split along it; `inputs`: tensors that cross into a layer split.
     """
 
     problems: tuple[TensorProblem, ...] = ()
     partial: tuple[tuple[str, tuple[str, ...]], ...] = ()
     sequence: tuple[str, ...] = ()
-    extends: bool = False
+    enters: tuple[SplitInput, ...] = ()
+    exits: tuple[tuple[int, int], ...] = ()
     gathers: tuple[str, ...] = ()
+    scatters: tuple[str, ...] = ()
     inputs: tuple[SplitInput, ...] = ()
 
     def summed(self, parameter: str) -> tuple[str, ...]:

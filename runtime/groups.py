@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pdsl.grammar.errors import RunError
-from pdsl.lowering.plan import Plan
+from pdsl.lowering.plan import MeshAxis, Plan
 from pdsl.lowering.program import Program
 from pdsl.runtime.sockets import Interrupter
 from pdsl.runtime.waits import LARGE, Collective, Pending, Several, Transfer
@@ -134,7 +134,7 @@ def _transport(store: dist.Store, rank: int, size: int, device: torch.device, ti
 def island_mesh(
     plan: Plan, island: Sequence[int], rank: int, store: dist.Store, device: torch.device, timeout: timedelta
 ) -> DeviceMesh | None:
-    """Make torch's WORLD from the island of a rank: its DeviceMesh with dims `shard` and `tensor`, or None for an island of one rank, which
+    """Make torch's WORLD from the island of a rank: its DeviceMesh with dims `shard` and `tensor`, and `shard.NAME`, `tensor.NAME` for each axis of a role that has several, or None for an island of one rank, which
     needs no WORLD. An island stays together through all plans; it is only made anew if it was cut short inside a collective.
     """
     if len(island) == 1:
@@ -142,7 +142,17 @@ def island_mesh(
     prefix = dist.PrefixStore(f"island{island[0]}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=prefix, rank=island.index(rank), world_size=len(island), timeout=timeout)
-    return init_device_mesh(device.type, (plan.shard_size, plan.tensor_size), mesh_dim_names=("shard", "tensor"))
+    shard, tensor = _dims("shard", plan.shard_axes, plan.shard_size), _dims("tensor", plan.tensor_axes, plan.tensor_size)
+    mesh = init_device_mesh(device.type, (*shard.values(), *tensor.values()), mesh_dim_names=(*shard, *tensor))
+    for name, dims in (("shard", shard), ("tensor", tensor)):
+        if len(dims) > 1:
+            mesh[tuple(dims)]._flatten(name)
+    return mesh
+
+
+def _dims(role: str, axes: Sequence[MeshAxis], size: int) -> dict[str, int]:
+    """Names and sizes of the mesh dims of a role: one, under the name of the role, or one for each axis."""
+    return {f"{role}.{axis.name}": axis.size for axis in axes} if len(axes) > 1 else {role: size}
 
 
 class Groups:

@@ -43,7 +43,7 @@ class Part:
         model.train()
         names = live_names(model, plan, rank)
         if mesh is not None and plan.tensor_size > 1:
-            apply_tensor_parallel(model, plan, rank, mesh, names)
+            apply_tensor_parallel(model, plan, rank, mesh)
         stages = plan.template(plan.coordinate(rank).pipeline).stages
         self.runner = StageRunner(model, plan.facts, {s: (stages[s].start, stages[s].stop) for s in plan.stages_of(rank)})
         shards = mesh is not None and plan.shard_size > 1

@@ -1,19 +1,34 @@
-"""Tensor parallelism: which of a rank's modules are split over the tensor coordinate, and how, in torch's styles."""
+"""Tensor parallelism: which of a rank's modules are split over tensor axes, and what they exchange.
+
+A split module holds its part of the weight as a plain parameter and its forward is replaced by one that computes with the part. Modules that are
+given one and the same tensor share what was exchanged for it: three projections of an attention cost one sum in the backward, or one gather of a split sequence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pdsl.grammar.errors import RunError
+from pdsl.lowering.boxes import Box
+from pdsl.lowering.facts import LayerKind, ParameterFacts
 from pdsl.lowering.ownership import owned_parameters
+from pdsl.lowering.parts import named_axes, part
 from pdsl.lowering.plan import ParameterLayout, Plan
+from pdsl.lowering.styles import ModuleStyle, module_style
+from pdsl.lowering.tensor_facts import TensorFacts
+from pdsl.runtime.tensor_collectives import TensorGroup, enter, gather, gather_parts, scatter_sum, slice_of, sum_of
 
 __all__ = ["apply_tensor_parallel", "live_names"]
+
+SEQUENCE = -2
+"""The dim of a stream (..., sequence, features) along which it is split."""
 
 
 def live_names(model: nn.Module, plan: Plan, rank: int) -> dict[str, str]:
@@ -22,15 +37,11 @@ def live_names(model: nn.Module, plan: Plan, rank: int) -> dict[str, str]:
     A tied parameter has a second name in a module that may belong to another rank; there it is put on the meta device, so that sharding the
     one end does not meet the other.
     """
-    stages = plan.template(plan.coordinate(rank).pipeline).stages
-    layers = [plan.facts.layers[i] for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)]
-    modules = tuple(f"{m}." for layer in layers for m in layer.modules)
     found = {}
     for p in owned_parameters(plan, rank):
-        names = (p.name, *p.aliases)
-        used = [n for n in names if n.startswith(modules)] or [p.name]
+        used = _used_names(plan, rank, p)
         found[p.name] = used[0]
-        for name in names:
+        for name in (p.name, *p.aliases):
             if name in used:
                 continue
             owner, _, leaf = name.rpartition(".")
@@ -40,26 +51,188 @@ def live_names(model: nn.Module, plan: Plan, rank: int) -> dict[str, str]:
     return found
 
 
-def apply_tensor_parallel(model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh, names: Mapping[str, str]) -> None:
-    """Split the owned modules whose layouts name the tensor axis, in place.
+def _used_names(plan: Plan, rank: int, p: ParameterFacts) -> list[str]:
+    """The names of a parameter in modules of this rank's layers; its canonical name if it is in none."""
+    stages = plan.template(plan.coordinate(rank).pipeline).stages
+    layers = [plan.facts.layers[i] for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)]
+    modules = tuple(f"{m}." for layer in layers for m in layer.modules)
+    return [n for n in (p.name, *p.aliases) if n.startswith(modules)] or [p.name]
 
-    `colwise` and `rowwise` are the two halves of a pair and leave the tensor between them split; a layout in slots (`[tp, _]`) says only
-    where the weight lies, so its module takes and gives whole tensors.
+
+def apply_tensor_parallel(model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh) -> None:
+    """Split the owned modules whose layouts name tensor axes, in place, and the sequence of the stream between the layers where the plan says so.
+
+    `mesh` is that of the island. Raises RunError for a module that cannot be split.
     """
+    groups = _Groups(plan, rank, mesh)
+    facts = plan.facts.tensor or TensorFacts()
+    at = plan.coordinate(rank)
     for p in owned_parameters(plan, rank):
         layout = plan.layout(p.name)
-        module, _, leaf = names[p.name].rpartition(".")
-        if layout.tensor_dim is None or leaf == "bias":
-            continue  # a bias goes with the weight of its module
-        parallelize_module(model.get_submodule(module), mesh["tensor"], _style(layout, p.module, p.name))
+        if not layout.splits:
+            continue
+        bounds = box_of_tensor(plan, p, at.tensor)
+        names = _used_names(plan, rank, p)
+        _split_parameter(model, names, bounds)
+        for module, leaf in (n.rpartition(".")[::2] for n in names):
+            if leaf != "bias":  # a bias goes with the weight of its module
+                _replace_forward(model, module, layout, bounds, groups, facts)
+    _split_stream(model, plan, facts, groups)
 
 
-def _style(layout: ParameterLayout, kind: str, name: str) -> ParallelStyle:
-    whole = layout.style.startswith("[")
-    by_output = layout.tensor_dim == (1 if kind == "Embedding" else 0)
-    if kind not in ("Linear", "Embedding"):
-        raise RunError(f"{name}: only Linear and Embedding can be split over a tensor axis, this is a {kind}")
-    if by_output:
-        return ColwiseParallel(output_layouts=Replicate()) if whole else ColwiseParallel()
-    takes_whole = whole or kind == "Embedding"
-    return RowwiseParallel(input_layouts=Replicate()) if takes_whole else RowwiseParallel()
+def box_of_tensor(plan: Plan, p: ParameterFacts, tensor: int) -> Box:
+    """The part of a parameter at a tensor coordinate, before anything is sharded."""
+    bounds = [(0, size) for size in p.shape]
+    for dim, axes in plan.layout(p.name).splits:
+        index, count = part(plan.tensor_axes, axes, tensor, plan.tensor_size)
+        width = p.shape[dim] // count
+        bounds[dim] = (index * width, (index + 1) * width)
+    return tuple(bounds)
+
+
+class _Groups:
+    """The groups of a rank by the tensor axes on which their members differ."""
+
+    def __init__(self, plan: Plan, rank: int, mesh: DeviceMesh) -> None:
+        self.axes = plan.tensor_axes
+        self._plan, self._mesh = plan, mesh
+        self._tensor = plan.coordinate(rank).tensor
+        self._made: dict[tuple[str, ...], TensorGroup] = {}
+
+    def over(self, axes: tuple[str, ...]) -> TensorGroup:
+        """The group over some axes; over all of them if none are named."""
+        named = named_axes(self.axes, axes)
+        if named not in self._made:
+            if len(named) > 1:
+                raise RunError(f"no group of tensor ranks spans ({', '.join(named)}): all axes in the order of the mesh, or a single one")
+            index, size = part(self.axes, named, self._tensor, self._plan.tensor_size)
+            dim = f"tensor.{named[0]}" if named else "tensor"
+            self._made[named] = TensorGroup(self._mesh[dim].get_group(), index, size)
+        return self._made[named]
+
+
+def _split_parameter(model: nn.Module, names: list[str], bounds: Box) -> None:
+    """Keep the part of a parameter, under all its names."""
+    owner, _, leaf = names[0].rpartition(".")
+    whole = model.get_submodule(owner)._parameters[leaf]
+    assert whole is not None
+    local = whole.detach()[tuple(slice(a, b) for a, b in bounds)].clone(memory_format=torch.contiguous_format)
+    made = nn.Parameter(local, requires_grad=whole.requires_grad)
+    made.__dict__.update(whole.__dict__)
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._parameters[leaf] = made
+
+
+# --- modules --------------------------------------------------------------------------------------------------------------------------
+
+
+def _replace_forward(model: nn.Module, name: str, layout: ParameterLayout, bounds: Box, groups: _Groups, facts: TensorFacts) -> None:
+    module = model.get_submodule(name)
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise RunError(f"{name}: only Linear and Embedding can be split over a tensor axis, this is a {type(module).__name__}")
+    style = module_style(layout, groups.axes, embedding=isinstance(module, nn.Embedding))
+    stream = facts.sequence
+    gathers = groups.over(stream) if name in facts.gathers else None
+    scatters = groups.over(stream) if name in facts.scatters else None
+    inputs = groups.over(style.inputs) if style.inputs else None
+    outputs = groups.over(style.outputs) if style.outputs else None
+    made: Callable[[Tensor], Tensor]
+    if isinstance(module, nn.Embedding):
+        made = _embedding(module, style, inputs, outputs, bounds[0])
+    else:
+        made = _linear(module, style, inputs, outputs, gathers, scatters)
+    module.forward = made
+
+
+def _linear(
+    module: nn.Linear,
+    style: ModuleStyle,
+    inputs: TensorGroup | None,
+    outputs: TensorGroup | None,
+    gathers: TensorGroup | None,
+    scatters: TensorGroup | None,
+) -> Callable[[Tensor], Tensor]:
+    def forward(input: Tensor) -> Tensor:  # noqa: A002  as in torch
+        x = input
+        if gathers is not None:
+            x = _shared(x, "gathered", lambda t: _gathered(t, gathers, outputs))
+        if inputs is not None and style.takes_whole:
+            x = _shared(x, f"part of {style.inputs}", lambda t: slice_of(t, inputs, -1))
+        if outputs is not None and outputs is not gathers:
+            x = _shared(x, f"for {style.outputs}", lambda t: enter(t, outputs))
+        y = F.linear(x, module.weight, module.bias if inputs is None else None)
+        if inputs is not None:
+            y = _summed(y, inputs, scatters)
+            y = y if module.bias is None else y + module.bias
+        return gather(y, outputs, -1) if outputs is not None and style.gives_whole else y
+
+    return forward
+
+
+def _gathered(x: Tensor, stream: TensorGroup, outputs: TensorGroup | None) -> Tensor:
+    return gather_parts(x, stream, SEQUENCE) if outputs is stream else gather(x, stream, SEQUENCE)
+
+
+def _summed(y: Tensor, inputs: TensorGroup, stream: TensorGroup | None) -> Tensor:
+    if stream is None:
+        return sum_of(y, inputs)
+    return scatter_sum(y, stream, SEQUENCE) if stream is inputs else slice_of(sum_of(y, inputs), stream, SEQUENCE)
+
+
+def _shared(x: Tensor, key: str, exchange: Callable[[Tensor], Tensor]) -> Tensor:
+    """What is exchanged for a tensor, once for all modules that are given it."""
+    known: dict[str, Tensor] = x.__dict__.setdefault("_pdsl_exchanged", {})
+    key = f"{key} {x._version} {torch.is_grad_enabled()}"
+    found = known.get(key)
+    if found is None:
+        found = known[key] = exchange(x)
+    return found
+
+
+def _embedding(
+    module: nn.Embedding, style: ModuleStyle, inputs: TensorGroup | None, outputs: TensorGroup | None, rows: tuple[int, int]
+) -> Callable[[Tensor], Tensor]:
+    first, last = rows
+    padding = module.padding_idx
+    padding = padding - first if padding is not None and first <= padding < last else None
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
+        if inputs is None:
+            y = F.embedding(input, module.weight, padding)
+        else:
+            elsewhere = (input < first) | (input >= last)
+            y = F.embedding((input - first).clamp(0, last - first - 1), module.weight, padding)
+            y = sum_of(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), inputs)
+        return gather(y, outputs, -1) if outputs is not None and style.gives_whole else y
+
+    return forward
+
+
+# --- the stream between the layers ----------------------------------------------------------------------------------------------------
+
+
+def _split_stream(model: nn.Module, plan: Plan, facts: TensorFacts, groups: _Groups) -> None:
+    """Split the sequence where the first block begins, and gather it where the last one ends if what follows takes it whole.
+
+    The hooks lie on the modules themselves: where another rank owns a block they do not run, and what comes over the wire is split already.
+    """
+    if not facts.sequence:
+        return
+    group = groups.over(facts.sequence)
+    blocks = [layer for layer in plan.facts.layers if layer.kind is LayerKind.BLOCK]
+    entering = {plan.facts.layers[e.layer].inputs[e.index].leaf: e.dim for e in facts.enters}
+    leaving = dict(facts.exits)
+
+    def enters(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves, spec = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten([slice_of(t, group, entering[i]) if i in entering else t for i, t in enumerate(leaves)], spec)
+        return args, kwargs
+
+    def leaves_(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        leaves, spec = tree_flatten(output)
+        return tree_unflatten([gather(t, group, leaving[i]) if i in leaving else t for i, t in enumerate(leaves)], spec)
+
+    model.get_submodule(blocks[0].name).register_forward_pre_hook(enters, with_kwargs=True)
+    if leaving:
+        model.get_submodule(blocks[-1].name).register_forward_hook(leaves_)

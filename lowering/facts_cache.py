@@ -21,7 +21,7 @@ from pdsl.grammar.errors import ModelError
 from pdsl.lowering.depends import Stamp, still_so, watching
 from pdsl.lowering.factory import call_factory, module_file, on_path, parse_reference, plain_arguments, resolve
 from pdsl.lowering.facts import ModelFacts
-from pdsl.lowering.precision import RunAs
+from pdsl.lowering.precision import AS_MADE, RunAs
 from pdsl.lowering.serial import dump, load
 from pdsl.lowering.spec import CallValue, Value
 
@@ -45,7 +45,7 @@ _READERS = (
 
 
 def read_facts(
-    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", cache: bool = True, run_as: RunAs = RunAs()
+    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", cache: bool = True, run_as: RunAs = AS_MADE
 ) -> ModelFacts:
     """The facts of a model: from the cache, else by building and running it without weights on a few rows of `data`.
 
@@ -71,7 +71,7 @@ def read_facts(
 
 
 def cached_facts(
-    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", run_as: RunAs = RunAs()
+    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", run_as: RunAs = AS_MADE
 ) -> ModelFacts | None:
     """Facts that were stored for exactly this, or None. Imports neither torch nor anything of the user."""
     key = facts_key(factory, arguments, data=data, directory=directory, run_as=run_as)
@@ -93,7 +93,7 @@ def store_facts(
     data: CallValue | None = None,
     directory: str = ".",
     read: Sequence[Stamp] | None = (),
-    run_as: RunAs = RunAs(),
+    run_as: RunAs = AS_MADE,
 ) -> bool:
     """Keep facts for the next time; whether that worked. `read` are files that they depend on, None if there are too many to tell."""
     key = facts_key(factory, arguments, data=data, directory=directory, run_as=run_as) if read is not None else None
@@ -110,7 +110,7 @@ def data_reference(data: CallValue) -> str:
 
 
 def facts_key(
-    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", run_as: RunAs = RunAs()
+    factory: str, arguments: Arguments, *, data: CallValue | None = None, directory: str = ".", run_as: RunAs = AS_MADE
 ) -> str | None:
     """What decides about the facts, as a hash in hex; None where a source cannot be found, so that nothing is cached."""
     pairs = arguments.items() if isinstance(arguments, Mapping) else arguments

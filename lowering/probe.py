@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 
 from pdsl.grammar.errors import ModelError
 from pdsl.lowering.chain import Observation, Structure, assemble, assemble_unrun, assemble_whole
 from pdsl.lowering.factory import brief_signature, call_factory, describe_error, on_path, resolve
 from pdsl.lowering.facts import SINGLE_INPUT, TARGETS, ModelFacts, ParameterFacts
+from pdsl.lowering.precision import AS_MADE, RunAs, applies
+from pdsl.lowering.probe_numerics import Numerics, layer_modules, matched_modules
 from pdsl.lowering.probe_pass import NotAChain, Recorder, is_plain_sequential, parameter_groups
 from pdsl.lowering.values import near
 
@@ -35,12 +38,14 @@ def probe(
     batch: Mapping[str, Tensor] | Tensor | None,
     directory: str = ".",
     chain: Sequence[str] | None = None,
+    run_as: RunAs = AS_MADE,
 ) -> ModelFacts:
     """The facts of the model that `factory(**arguments)` makes; a string `"module:factory"` is imported with `directory` on the path.
 
     `batch` is a batch of data of any number of rows, as the model's forward takes it by keywords (a single tensor: as its one argument; an
     `nn.Sequential` takes the first entry); a target that the forward does not take is left to the objective. With None the model does not run and the boundaries stay unknown. `chain` names the modules that are the
-    blocks, as a method or attribute `pdsl_chain` of the model does; otherwise they are found.
+    blocks, as a method or attribute `pdsl_chain` of the model does; otherwise they are found. `run_as` says in which formats it is going to run, and which modules it is going
+    to compute twice; it is then run once more, that way.
 
     Raises ModelError if the model cannot be built or run, or if a listed chain is none.
     """
@@ -55,7 +60,14 @@ def probe(
         listed = _checked_chain(model, named, name) if named is not None else None
         if batch is None:
             return assemble_unrun(structure, _unrun_blocks(model, listed), tuple(_outermost(model)))
-        return _run(model, structure, listed, batch)
+        found, blocks = _run(model, structure, listed, batch)
+        casts = applies(run_as.precision, found)
+        recomputed = matched_modules(model, found, run_as.recompute) if run_as.recompute is not None else ()
+        if not casts and not recomputed:
+            return found
+        return _run_as_asked(
+            model, structure, blocks, batch, Numerics(found, run_as.precision, casts, casts_output=casts, recompute=recomputed)
+        )
 
 
 # --- building without weights -------------------------------------------------------------------------------------------------------------
@@ -157,10 +169,10 @@ def _structure(model: nn.Module, name: str, batch: Mapping[str, Tensor] | Tensor
     )
 
 
-def _give_memory(model: nn.Module, *, real: bool) -> None:
+def _give_memory(model: nn.Module, *, real: bool, numerics: Numerics | None = None) -> None:
     """Replace every parameter by one of the same shape: one scalar expanded, or real memory. Everything floating needs a gradient now."""
-    for group in parameter_groups(model).values():
-        shape, dtype = group[0][1].shape, group[0][1].dtype
+    for canonical, group in parameter_groups(model).items():
+        shape, dtype = group[0][1].shape, group[0][1].dtype if numerics is None else numerics.dtype(canonical)
         floating = dtype.is_floating_point or dtype.is_complex
         scalar = torch.full((), _FILL if floating else 0, dtype=dtype)
         memory = scalar.expand(shape).clone() if real else scalar.expand(shape)
@@ -236,7 +248,10 @@ def _outermost(model: nn.Module, prefix: str = "") -> Iterator[str]:
 # --- running ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _run(model: nn.Module, structure: Structure, listed: tuple[str, ...] | None, batch: Mapping[str, Tensor] | Tensor) -> ModelFacts:
+def _run(
+    model: nn.Module, structure: Structure, listed: tuple[str, ...] | None, batch: Mapping[str, Tensor] | Tensor
+) -> tuple[ModelFacts, tuple[str, ...]]:
+    """The facts, and the names of the blocks that are called one after the other; none if there are none."""
     few, many = _ROWS
     _give_memory(model, real=False)
 
@@ -249,13 +264,56 @@ def _run(model: nn.Module, structure: Structure, listed: tuple[str, ...] | None,
             small, large = passes(blocks)
             if small.order != large.order:
                 raise NotAChain(f"the blocks are called in another order with {few} rows than with {many}")
-            return assemble(structure, small, large)
+            return assemble(structure, small, large), blocks
         except NotAChain as refusal:
             reasons.append(str(refusal))
     if listed is not None:
         raise ModelError(f"{structure.factory}: the listed modules are no chain: {reasons[-1]}")
     reason = reasons[-1] if reasons else "there is no list of at least two modules of one class; a method pdsl_chain may name the blocks"
-    return assemble_whole(structure, *passes(()), reason)
+    return assemble_whole(structure, *passes(()), reason), ()
+
+
+def _run_as_asked(
+    model: nn.Module, structure: Structure, blocks: tuple[str, ...], batch: Mapping[str, Tensor] | Tensor, numerics: Numerics
+) -> ModelFacts:
+    """The facts of a model in the formats, and with the recomputation, that were asked for. Its loss may be computed by code that does not take the last
+    module's output in another format; then it is left as it is.
+    """
+    plain = numerics.facts
+
+    def attempt(how: Numerics) -> ModelFacts:
+        _give_memory(model, real=False, numerics=how)
+        small, large = (_observe(model, structure, blocks, batch, rows, how) for rows in _ROWS)
+        reason = plain.warnings[0].partition(": ")[2] if not blocks else ""
+        found = assemble(structure, small, large) if blocks else assemble_whole(structure, small, large, reason)
+        kept = [layer.modules for layer in plain.layers] == [layer.modules for layer in found.layers]
+        if not kept:
+            raise ModelError("its layers are other ones then")
+        return evolve(found, recomputed=how.recompute, unrepeatable=small.unrepeatable, casts_output=how.casts_output)
+
+    reason = ""
+    for how in dict.fromkeys((numerics, evolve(numerics, casts_output=False))):
+        try:
+            return attempt(how)
+        except (ModelError, NotAChain) as error:
+            reason = str(error)
+    return evolve(plain, recomputed=numerics.recompute, refuses=_refusal(model, plain, numerics, reason))
+
+
+def _refusal(model: nn.Module, plain: ModelFacts, numerics: Numerics, reason: str) -> str:
+    """Why a model does not run in the formats that were asked for: with the floating buffers, if its code mixes them with what it computes."""
+    buffers = [
+        (name, b.dtype)
+        for name, b in model.named_buffers()
+        if b.is_floating_point() and any(name.startswith(f"{m}.") for m in layer_modules(plain))
+    ]
+    text = reason.rpartition(": ")[2] if not buffers else reason
+    if not buffers:
+        return text
+    name, dtype = buffers[0]
+    home = type(model.get_submodule(name.rpartition(".")[0])).__name__
+    more = f" (and {len(buffers) - 1} more)" if len(buffers) > 1 else ""
+    return f"{text}; its buffer {name}{more} of {home} stays in {str(dtype).removeprefix('torch.')}"
 
 
 def _attempts(model: nn.Module, structure: Structure, listed: tuple[str, ...] | None) -> Iterator[tuple[str, ...]]:
@@ -272,7 +330,12 @@ def _attempts(model: nn.Module, structure: Structure, listed: tuple[str, ...] | 
 
 
 def _observe(
-    model: nn.Module, structure: Structure, blocks: tuple[str, ...], batch: Mapping[str, Tensor] | Tensor, rows: int
+    model: nn.Module,
+    structure: Structure,
+    blocks: tuple[str, ...],
+    batch: Mapping[str, Tensor] | Tensor,
+    rows: int,
+    numerics: Numerics | None = None,
 ) -> Observation:
     """One forward pass. Raises NotAChain, or ModelError if the model itself fails."""
     taken = {k: _take(t, rows) for k, t in batch.items()} if isinstance(batch, Mapping) else {SINGLE_INPUT: _take(batch, rows)}
@@ -280,13 +343,13 @@ def _observe(
     args, kwargs = ((first,), {}) if structure.sequential or isinstance(batch, Tensor) else ((), taken)
     _check_call(model, args, kwargs, structure.factory)
     try:
-        return Recorder(model, blocks, taken).run(args, kwargs, rows)
+        return Recorder(model, blocks, taken, numerics).run(args, kwargs, rows)
     except Exception as error:
         numel = sum(p.numel for p in structure.parameters)
         stride_zero = any(p.numel() > 1 and not any(p.stride()) for p in model.parameters())
         if stride_zero and numel <= _LARGEST_REAL:  # some kernels refuse expanded weights
-            _give_memory(model, real=True)
-            return _observe(model, structure, blocks, batch, rows)
+            _give_memory(model, real=True, numerics=numerics)
+            return _observe(model, structure, blocks, batch, rows, numerics)
         given = ", ".join(f"{k}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for k, t in taken.items())
         raise ModelError(f"{structure.factory}: the forward pass failed on a batch of {given}: {describe_error(error)}") from error
 

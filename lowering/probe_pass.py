@@ -226,9 +226,8 @@ class Recorder:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.exempt:
-            if not self.repeats.takes(storage._cdata, storage.nbytes()):
-                self._keep(storage._cdata, storage.nbytes())
+        if storage._cdata not in self.exempt and not self.repeats.takes(storage._cdata, storage.nbytes()):
+            self._keep(storage._cdata, storage.nbytes())
         return tensor
 
     def _keep(self, storage: int, size: int) -> None:

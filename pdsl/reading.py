@@ -18,6 +18,7 @@ from pdsl.grammar.errors import ModelError, PlanError, SpecError
 from pdsl.grammar.source import Source
 from pdsl.lowering.check import CheckResult, check
 from pdsl.lowering.mesh import SHARD, TENSOR, Mesh, axis_uses, build_mesh, declared_world
+from pdsl.lowering.precision import RunAs
 from pdsl.lowering.rules import run_rules
 from pdsl.lowering.rules.base import Context
 from pdsl.lowering.spec import Spec
@@ -100,7 +101,8 @@ def read_facts(spec: Spec, findings: list[Diagnostic]) -> ModelFacts:
     model = spec.model
     assert model is not None
     data = spec.train.data if spec.train is not None else None
-    found = cached_facts(model.factory, model.arguments, data=data, directory=spec.directory)
+    run_as = RunAs.of(spec)
+    found = cached_facts(model.factory, model.arguments, data=data, directory=spec.directory, run_as=run_as)
     if found is not None:
         return found
     batch = None
@@ -112,7 +114,7 @@ def read_facts(spec: Spec, findings: list[Diagnostic]) -> ModelFacts:
                 findings.append(Diagnostic("PDL802", f"the data cannot be read: {error}", spec.origin("train.data").span))
         facts = _probe(spec, batch)
     if not findings:
-        store_facts(facts, model.factory, model.arguments, data=data, directory=spec.directory, read=watch.stamps())
+        store_facts(facts, model.factory, model.arguments, data=data, directory=spec.directory, read=watch.stamps(), run_as=run_as)
     return facts
 
 
@@ -129,22 +131,22 @@ def read_model(spec: Spec, model: Any = None, batch: Any = None) -> ModelFacts:
     if model is None and batch is None:
         if spec.model is None:
             raise ModelError("the spec names no model: give one to compile")
-        return cached_or_read(spec.model.factory, spec.model.arguments, data=data, directory=spec.directory)
+        return cached_or_read(spec.model.factory, spec.model.arguments, data=data, directory=spec.directory, run_as=RunAs.of(spec))
     if batch is None and data is not None:
         batch = example_batch(spec)
     arguments = plain_arguments(spec.model.arguments) if spec.model is not None else {}
     if model is None:
         assert spec.model is not None
-        return probe(spec.model.factory, arguments, batch=batch, directory=spec.directory)
+        return probe(spec.model.factory, arguments, batch=batch, directory=spec.directory, run_as=RunAs.of(spec))
     if not callable(model):
         raise ModelError(f"model is a {type(model).__name__}: expected a module, or a function that makes one")
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
-        return probe(model, arguments, batch=batch, directory=spec.directory)
+        return probe(model, arguments, batch=batch, directory=spec.directory, run_as=RunAs.of(spec))
 
     def duplicate() -> Any:
         return copy.deepcopy(model)
 
-    found = probe(duplicate, {}, batch=batch, directory=spec.directory)
+    found = probe(duplicate, {}, batch=batch, directory=spec.directory, run_as=RunAs.of(spec))
     return evolve(found, factory=f"{type(model).__module__}:{type(model).__qualname__}")
 
 
@@ -153,7 +155,7 @@ def _probe(spec: Spec, batch: Any) -> ModelFacts:
     from pdsl.lowering.probe import probe
 
     assert spec.model is not None
-    return probe(spec.model.factory, plain_arguments(spec.model.arguments), batch=batch, directory=spec.directory)
+    return probe(spec.model.factory, plain_arguments(spec.model.arguments), batch=batch, directory=spec.directory, run_as=RunAs.of(spec))
 
 
 def example_batch(spec: Spec) -> Any:

@@ -7,18 +7,18 @@ without another word.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import sqrt
 from types import MappingProxyType
 
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Program
+from pdsl.runtime.draws import Draws
 from pdsl.runtime.executor import Executor, StepSums
 from pdsl.runtime.faults import in_words
 from pdsl.runtime.gradients import Reducer
@@ -26,7 +26,7 @@ from pdsl.runtime.groups import Groups
 from pdsl.runtime.objective import Objective
 from pdsl.runtime.optimizer import rate_at
 from pdsl.runtime.part import Part
-from pdsl.runtime.rows import Batch, row_hash
+from pdsl.runtime.rows import Share, StepRows, rank_rows, row_hash
 
 __all__ = ["Engine", "Totals"]
 
@@ -67,7 +67,12 @@ class Engine:
     step: int = 0
     gradients: dict[str, torch.Tensor] | None = None
     on_gradients: Callable[[Mapping[str, torch.Tensor]], None] | None = None
-    _microbatch: int = 0
+    draws: Draws | None = None
+    _starts: Mapping[int, int] = field(init=False)
+    _sizes: Mapping[int, int] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._starts = {m: places.start for m, places in rank_rows(self.plan, self.program.rank).items()}
 
     @classmethod
     def of(
@@ -81,23 +86,34 @@ class Engine:
     ) -> Engine:
         """`kept` are gradients of an earlier part of the same step, as `Part.take_gradients` gives them."""
         units = part.units
-        reducer = Reducer(plan, program, part.parameters, groups, part.settle, kept)
+        reducer = Reducer(plan, program, part.parameters, groups, part.settle, kept, part.leaves, part.formats.sums)
         made = cls(plan, program, part, groups, objective, reducer, Executor(plan, program, groups, part.runner, objective, reducer, units))
-        part.runner.before_layer = None
+        part.runner.before_segment = None
         if plan.facts.random:
+            made.draws = _draws(plan, program.rank, groups.device)
             made.executor.before_forward = made._begin_forward
-            part.runner.before_layer = made._seed_layer
+            part.runner.before_segment = lambda segment, owned: made.draws.begin_segment(segment, owned=owned) if made.draws else None
         return made
 
     def close(self) -> None:
         """Let go of the part: another engine may take it over."""
         self.reducer.close()
 
-    def compute(self, rows: Mapping[int, Batch]) -> StepSums:
+    def compute(self, rows: StepRows) -> StepSums:
         """Forward and backward of every microbatch of the program. Raises RunError if a peer in this pipeline is gone or silent."""
         self.gradients = None
-        device = self.groups.device
-        return self.executor.step({m: {n: t.to(device) for n, t in batch.items()} for m, batch in rows.items()})
+        self.part.formats.refresh()
+        placed = StepRows({m: self._on_device(share) for m, share in rows.shares.items()}, rows.samples)
+        if self.draws is None:
+            return self.executor.step(placed)
+        self._sizes = {m: share.size for m, share in rows.shares.items()}
+        self.draws.begin_step(self.step)
+        with self.draws.active():
+            return self.executor.step(placed)
+
+    def _on_device(self, share: Share) -> Share:
+        ready = self.objective.prepared(share)
+        return Share({name: tensor.to(self.groups.device) for name, tensor in ready.batch.items()}, ready.size, ready.counts)
 
     def sum_up(
         self, sums: StepSums, ids: Mapping[int, Sequence[int]], *, change: bool = False, seconds: float = 0.0, saved: int = 0
@@ -134,13 +150,10 @@ class Engine:
         self.part.drop_gradients()
 
     def _begin_forward(self, _stage: int, microbatch: int) -> None:
-        self._microbatch = microbatch
-
-    def _seed_layer(self, layer: int) -> None:
-        """Random numbers inside a layer depend on (seed, step, microbatch, layer) and the rows it sees, never on the placement of layers."""
-        shard = self.plan.coordinate(self.program.rank).shard
-        key = f"{self.plan.job.seed}/{self.step}/{self._microbatch}/{shard}/{layer}"
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
+        """The rows that the next forward is for; those that stand in for others draw as the last of them."""
+        assert self.draws is not None
+        start, size = self._starts[microbatch], self._sizes[microbatch]
+        self.draws.begin_pass(microbatch, range(start, start + size))
 
     def _agree(
         self, sums: StepSums, squared: float, ids: Mapping[int, Sequence[int]], *, change: bool, seconds: float, saved: int
@@ -161,3 +174,9 @@ class Engine:
             tokens, digest = int(everyone[:, 3].sum()), sum(everyone[:, 4].tolist()) & _HASH_MASK
             change, saved = bool(everyone[:, 5].any()), int(everyone[:, 6].min())
         return Totals(loss, squared, float(tokens) if self.objective.over_tokens else 1.0, digest, change, seconds, saved)
+
+
+def _draws(plan: Plan, rank: int, device: torch.device) -> Draws:
+    """Random numbers of a rank: those of the rows that it sees, and its part of them where a tensor is split."""
+    at = plan.coordinate(rank)
+    return Draws(plan.facts, plan.job.seed, at.shard, (at.tensor, plan.tensor_size), device)

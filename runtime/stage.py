@@ -46,6 +46,7 @@ class _Range:
     stop: int
     own: frozenset[str]  # modules that run
     bare: tuple[tuple[str, str], ...]  # (module, parameter) of parameters that live elsewhere
+    segments: range = range(0)  # what the model does from the call of one block to that of the next, by its number
 
 
 @define(eq=False)
@@ -57,7 +58,7 @@ class _Pass:
     next_block: int  # layer of the block that comes next
     swaps: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(factory=dict)  # by id of a stand-in's tensor: itself, what came for it
     alive: list[object] = field(factory=list)  # stand-ins' tensors, until the forward is done
-    seeds: dict[int, int] = field(factory=dict)  # layer -> seed of its random numbers
+    seeds: dict[int, int] = field(factory=dict)  # segment -> seed of its random numbers
     again: bool = False  # whether the forward is done, and parts of it run once more for the backward
 
     def received_for(self, leaf: Any) -> Any:
@@ -73,15 +74,17 @@ class StageRunner(nn.Module):
     that cross into the stage (none for the first), those that need a gradient as leaves that require one. The result is the tuple of tensors
     that cross into the next stage, or the model's own output from the last. Outside of a call the model behaves as ever.
 
-    `before_layer(i)` is called, if set, before each owned layer runs: the place to seed its random numbers.
+    `before_segment(k, owned)` is called, if set, as the model comes to its k-th block (0: to its begin; the last: behind all blocks), and tells whether
+    the stage owns it: the place to seed random numbers.
     """
 
     def __init__(self, model: nn.Module, facts: ModelFacts, stages: Mapping[int, tuple[int, int]]) -> None:
         super().__init__()
         self.model = model
         self.facts = facts
-        self.before_layer: Callable[[int], None] | None = None
+        self.before_segment: Callable[[int, bool], None] | None = None
         self._blocks = [i for i, layer in enumerate(facts.layers) if layer.kind is LayerKind.BLOCK]
+        self._segment_of = {i: k for k, i in enumerate(self._blocks, start=1)}
         self._direct = facts.sequential and all(len(layer.inputs) <= 1 for layer in facts.layers)
         self._bare: dict[int, list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]] = {}  # by first layer of a stage
         self._current: _Pass | None = None
@@ -111,8 +114,7 @@ class StageRunner(nn.Module):
         if self._direct:
             return self._run_children(part, received, batch)
         now = self._current = _Pass(part, received, self._blocks[0])
-        if self.facts.layers[part.start].kind is LayerKind.PROLOGUE or len(self.facts.layers) == 1:
-            self._layer_begins(part.start, now)
+        self._segment_begins(0, now)
         try:
             with self._bare_parameters(part, batch), self._stopping():
                 output = self._call_model(batch)
@@ -147,19 +149,21 @@ class StageRunner(nn.Module):
         if part.start and self.facts.layers[part.start].inputs and self.facts.layers[part.start].inputs[0].mutated:
             x = x.clone()
         for index in range(part.start, part.stop):
-            self._layer_begins(index)
+            self._segment_begins(index + 1)
             x = self.model._modules[self.facts.layers[index].name](x)  # type: ignore[misc]
         return x if part.stop == len(self.facts.layers) else (x.contiguous(),)
 
-    def _layer_begins(self, index: int, now: _Pass | None = None) -> None:
-        if self.before_layer is None:
+    def _segment_begins(self, segment: int, now: _Pass | None = None) -> None:
+        if self.before_segment is None:
             return
         if now is not None and now.again:
-            torch.manual_seed(now.seeds[index])
+            if segment in now.seeds:
+                torch.manual_seed(now.seeds[segment])
             return
-        self.before_layer(index)
-        if now is not None:
-            now.seeds[index] = torch.initial_seed()
+        owned = now is None or segment in now.stage.segments
+        self.before_segment(segment, owned)
+        if now is not None and owned:
+            now.seeds[segment] = torch.initial_seed()
 
     # --- preparation ----------------------------------------------------------------------------------------------------------------------
 
@@ -172,7 +176,10 @@ class StageRunner(nn.Module):
         own = frozenset(m for layer in layers[start:stop] for m in layer.modules)
         elsewhere = {n for p in self.facts.parameters if not set(p.layers) & set(range(start, stop)) for n in (p.name, *p.aliases)}
         bare = tuple((name.rpartition(".")[0], name.rpartition(".")[2]) for name in sorted(elsewhere))
-        return _Range(start, stop, own, bare)
+        shift = layers[0].kind is not LayerKind.PROLOGUE  # what comes before the first block is a segment, but then no layer
+        first = start + shift if start else 0
+        after = stop + shift if stop < len(layers) else len(self._blocks) + 2
+        return _Range(start, stop, own, bare, range(first, after))
 
     def _intercept(self) -> None:
         """Route every call of a module that belongs to a layer through this object."""
@@ -235,6 +242,7 @@ class StageRunner(nn.Module):
         now.next_block = index + 1
         if index >= stage.stop and now.again:
             raise RunError(f"the backward computes {layers[index].name} again, which belongs to another stage")
+        self._segment_begins(self._segment_of[index], now)
         if index >= stage.stop:
             leaves, _ = tree_flatten((args, kwargs))
             raise _Stop(self._crossing(now, leaves, index))
@@ -242,12 +250,12 @@ class StageRunner(nn.Module):
             output = self._skip_block(index, module, args, kwargs)
         else:
             args, kwargs = self._put_in(now, index, args, kwargs)
-            self._layer_begins(index, now)
             output = plain(*args, **kwargs)
         return self._after_last_block(now, output) if index == self._blocks[-1] else output
 
     def _after_last_block(self, now: _Pass, output: Any) -> Any:
         epilogue = self._blocks[-1] + 1
+        self._segment_begins(len(self._blocks) + 1, now)
         if epilogue == len(self.facts.layers) or (now.again and now.stage.stop == epilogue):
             return output
         if now.stage.stop == epilogue:
@@ -256,7 +264,6 @@ class StageRunner(nn.Module):
         if now.stage.start == epilogue:
             leaves, spec = tree_flatten(output)
             output = tree_unflatten(self._swapped(now, epilogue, leaves), spec)
-        self._layer_begins(epilogue, now)
         return output
 
     def _put_in(self, now: _Pass, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

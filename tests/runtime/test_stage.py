@@ -136,7 +136,7 @@ def test_random_numbers_may_be_seeded_layer_by_layer_so_that_cuts_do_not_matter(
         received = ()
         for start, stop in pairwise(bounds):
             stage = StageModule(build_model(gpt, arguments, seed=5, owned=owned_by(facts, start, stop), name="gpt"), facts, start, stop)
-            stage.before_layer = lambda layer: torch.manual_seed(100 + layer)
+            stage.before_segment = lambda segment, owned: torch.manual_seed(100 + segment)
             received = stage(received, batch)
             received = tuple(t.detach() for t in received) if isinstance(received, tuple) else received
         losses.append(received.item())
@@ -152,7 +152,7 @@ def test_what_is_computed_again_draws_the_random_numbers_that_it_drew():
         arguments = {"through": through, "dropout": 0.5}
         stage = StageModule(chains.Recomputing(**arguments), probe(chains.Recomputing, arguments, batch=chains.batch_of()), 3, 6)
         stage.model.load_state_dict(weights)
-        stage.before_layer = lambda layer: torch.manual_seed(100 + layer)
+        stage.before_segment = lambda segment, owned: torch.manual_seed(100 + segment)
         loss = stage((hidden,), chains.batch_of())
         torch.manual_seed(7)
         found.append((loss.detach(), *torch.autograd.grad(loss, hidden)))
@@ -167,7 +167,7 @@ def test_a_model_without_a_chain_seeds_its_random_numbers_too():
     model.middle = torch.nn.Dropout(0.5)
     facts = probe(lambda: model, {}, batch=batch)
     stage = StageModule(model, facts, 0, 1)
-    stage.before_layer = lambda layer: torch.manual_seed(100 + layer)
+    stage.before_segment = lambda segment, owned: torch.manual_seed(100 + segment)
     assert stage((), batch) == stage((), batch)
 
 

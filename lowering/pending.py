@@ -10,7 +10,7 @@ from pdsl.lowering.spec import LayoutCall, LayoutSlots, SizeRange, Spec
 
 __all__ = ["pending", "require_executable"]
 
-_STOPPING = ("precision.", "train.last", "memory.", "shard")
+_STOPPING = ("precision.", "memory.", "shard")
 
 
 def require_executable(pending: tuple[str, ...]) -> None:
@@ -41,8 +41,6 @@ def pending(spec: Spec) -> Iterator[tuple[str, str]]:
     for key in ("params", "reduce", "output"):
         if getattr(spec.precision, key) != "fp32":
             yield f"precision.{key}", f"precision {getattr(spec.precision, key)}"
-    if spec.train is not None and spec.train.last == "pad":
-        yield "train.last", "padding the last batch"
     roles = axis_roles(spec)
     for axis in spec.mesh.axes:
         if isinstance(axis.size, SizeRange) and roles.get(axis.name) in (SHARD, TENSOR):

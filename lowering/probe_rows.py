@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdsl.grammar.errors import ModelError
 
-__all__ = ["probe_batch", "read_rows"]
+__all__ = ["probe_batch", "read_rows", "stack_rows"]
 
 
 def probe_batch(dataset: Any, rows: int = 3) -> dict[str, Tensor]:
@@ -25,31 +25,47 @@ def probe_batch(dataset: Any, rows: int = 3) -> dict[str, Tensor]:
     return read_rows(dataset, range(count))
 
 
-def read_rows(dataset: Any, indices: Sequence[int]) -> dict[str, Tensor]:
-    """Rows of a data set, stacked by name; `rows(indices)` of the data set is used where it has one.
+def read_rows(dataset: Any, indices: Sequence[int], shared: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Rows of a data set, stacked by name; `rows(indices)` of the data set is used where it has one. Entries that are `shared` have no rows: they come as they
+    are, and must be the same in all rows.
 
     Raises ModelError if rows are no dicts, differ in their entries or in the shape of one, or hold what is no tensor, number or array.
     """
     if hasattr(dataset, "rows"):
-        return _whole(dataset.rows(list(indices)), indices)
-    found = [dataset[i] for i in indices]
+        return _whole(dataset.rows(list(indices)), indices, shared)
+    return stack_rows([dataset[i] for i in indices], indices, shared)
+
+
+def stack_rows(found: Sequence[Any], indices: Sequence[int], shared: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Rows, whose numbers are `indices`, as a batch. See `read_rows`."""
     wrong = next((row for row in found if not isinstance(row, Mapping)), None)
     if wrong is not None:
         raise ModelError(f"a row of the data set is a {type(wrong).__name__}: expected a dict of tensors by name")
     for index, row in zip(indices, found, strict=True):
         if row.keys() != found[0].keys():
             raise ModelError(f"row {index} has the entries {_listed(row)}, row {indices[0]} has {_listed(found[0])}")
-    return {name: _stacked(name, indices, [_tensor(name, row[name]) for row in found]) for name in found[0]}
+    columns = {name: [_tensor(name, row[name]) for row in found] for name in found[0]}
+    return {name: _same(name, indices, c) if name in shared else _stacked(name, indices, c) for name, c in columns.items()}
 
 
-def _whole(batch: Any, indices: Sequence[int]) -> dict[str, Tensor]:
+def _whole(batch: Any, indices: Sequence[int], shared: Sequence[str]) -> dict[str, Tensor]:
     if not isinstance(batch, Mapping):
         raise ModelError(f"rows(indices) of the data set gave a {type(batch).__name__}: expected a dict of tensors by name")
     found = {name: _tensor(name, value) for name, value in batch.items()}
     for name, tensor in found.items():
-        if tensor.dim() == 0 or tensor.shape[0] != len(indices):
-            raise ModelError(f'rows(indices) gave "{name}" with shape {tuple(tensor.shape)} for {len(indices)} rows')
+        if name not in shared and (tensor.dim() == 0 or tensor.shape[0] != len(indices)):
+            raise ModelError(
+                f'rows(indices) gave "{name}" with shape {tuple(tensor.shape)} for {len(indices)} rows; '
+                f'what all rows share is named in train {{ shared = ["{name}"] }}'
+            )
     return found
+
+
+def _same(name: str, indices: Sequence[int], tensors: list[Tensor]) -> Tensor:
+    for index, tensor in zip(indices, tensors, strict=True):
+        if tensor.shape != tensors[0].shape or not torch.equal(tensor, tensors[0]):
+            raise ModelError(f'entry "{name}" is shared by all rows, and is another in row {index} than in row {indices[0]}')
+    return tensors[0]
 
 
 def _tensor(name: str, value: Any) -> Tensor:

@@ -197,7 +197,7 @@ def _run_resilient(
             f"the checkpoint is of step {record.began}, and the run has {total} steps: none is left to take; more steps would do"
         )
     losses = tuple(record.losses[step] for step in sorted(record.losses))
-    return RunReport(len(losses), losses, len(losses) * plan.job.batch, record.seconds, path)
+    return RunReport(len(losses), losses, sum(record.samples[step] for step in record.losses), record.seconds, path)
 
 
 def verify(plan: Plan, *, steps: int = 3, tolerance: float = 1e-5) -> VerifyReport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -140,7 +140,7 @@ class ElasticSession:
         engine.step = self.steps_taken
         self._at("compute")
         self._partial.clean = False
-        sums = engine.compute({m: self.samples.rows(ids) for m, ids in self._ids(engine.plan).items()})
+        sums = engine.compute(self.samples.take(self.steps_taken, rank_rows(engine.plan, self.rank)))
         self._partial.clean = True
         self._partial.add(sums, engine.plan.pipelines[engine.plan.coordinate(self.rank).pipeline].microbatches)
         self._at("sums")
@@ -159,7 +159,8 @@ class ElasticSession:
         totals, fault = None, ""
         asks, saved = self.link.change_asked, self._keeper.saved
         try:
-            totals = engine.sum_up(self._partial.sums, self._ids(self._plan), change=asks, seconds=self._seconds, saved=saved)
+            ids = self.samples.ids(self.steps_taken, rank_rows(self._plan, self.rank))
+            totals = engine.sum_up(self._partial.sums, ids, change=asks, seconds=self._seconds, saved=saved)
         except PeerFault as error:
             fault = str(error)
             engine.deliver()
@@ -171,9 +172,6 @@ class ElasticSession:
             raise PeerFault(fault)
         return totals
 
-    def _ids(self, plan: Plan) -> dict[int, Sequence[int]]:
-        return {m: self.samples.ids(self.steps_taken, places) for m, places in rank_rows(plan, self.rank).items()}
-
     def _commit(self, engine: Engine, totals: Totals) -> None:
         """From here on the step is done, also for the ranks that did not hear of it."""
         self._totals = totals
@@ -183,7 +181,7 @@ class ElasticSession:
         self._forget_step()
         self._keeper.agreed(totals.saved, self._plan)
         self._keeper.after(self.steps_taken, self._plan, self.part.state)
-        self._on_step(StepResult.of(self.steps_taken - 1, totals, engine.plan.job.batch, self._seconds))
+        self._on_step(StepResult.of(self.steps_taken - 1, totals, self.samples.count(self.steps_taken - 1), self._seconds))
 
     def _forget_step(self) -> None:
         self._partial.forget()

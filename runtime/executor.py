@@ -20,6 +20,7 @@ from pdsl.runtime.faults import in_words
 from pdsl.runtime.gradients import Reducer
 from pdsl.runtime.groups import Groups
 from pdsl.runtime.objective import Objective
+from pdsl.runtime.rows import Share, StepRows
 from pdsl.runtime.shard import Units
 from pdsl.runtime.split_backward import WeightHalf, backward_input, is_divisible
 from pdsl.runtime.waits import Pending
@@ -79,6 +80,7 @@ class Executor:
     _inputs: dict[int, tuple[BoundaryTensor, ...]] = field(init=False)
     _last_backward: frozenset[int] = field(init=False)
     _own_stages: tuple[int, ...] = field(init=False)
+    _sizes: dict[int, int] = field(factory=dict, init=False)  # rows of each microbatch of the step on this rank
     _current: Action = field(init=False)
     _posted: dict[tuple[ActionKind, int, int], tuple[list[Pending], tuple[torch.Tensor, ...]]] = field(factory=dict, init=False)
     _sends: list[tuple[Pending, torch.Tensor]] = field(factory=list, init=False)
@@ -97,8 +99,8 @@ class Executor:
         ends = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
         self._last_backward = frozenset({a.stage: i for i, a in enumerate(self.program.actions) if a.kind in ends}.values())
 
-    def step(self, microbatches: Mapping[int, Mapping[str, torch.Tensor]]) -> StepSums:
-        """Run every action but STEP. `microbatches` are this rank's rows by global microbatch id. What was sent is waited for by `settle`.
+    def step(self, rows: StepRows) -> StepSums:
+        """Run every action but STEP. `rows` are those of this rank. What was sent is waited for by `settle`.
 
         Raises RunError, with the action that this rank was at, if a peer is gone or silent.
         """
@@ -108,7 +110,7 @@ class Executor:
         if self.units is not None:
             self.units.begin_step()
         with in_words(self._where, self.plan.silence):
-            self._run(microbatches, sums)
+            self._run(rows, sums)
         return sums
 
     def settle(self) -> None:
@@ -135,12 +137,13 @@ class Executor:
         waits = f", which needs rank {peer}" if peer >= 0 else ""
         return f"at the {what} of stage {action.stage}, microbatch {action.microbatch}{waits}"
 
-    def _run(self, microbatches: Mapping[int, Mapping[str, torch.Tensor]], sums: StepSums) -> None:
+    def _run(self, rows: StepRows, sums: StepSums) -> None:
+        self._sizes = {m: share.size for m, share in rows.shares.items()}
         for index, action in enumerate(self.program.actions):
             self._current = action
             match action.kind:
                 case ActionKind.FORWARD:
-                    self._forward(action, microbatches[action.microbatch], sums)
+                    self._forward(action, rows.shares[action.microbatch], rows.samples, sums)
                 case ActionKind.BACKWARD:
                     self._backward(action, last=index in self._last_backward)
                 case ActionKind.BACKWARD_INPUT:
@@ -170,17 +173,16 @@ class Executor:
 
     # --- computing --------------------------------------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action, batch: Mapping[str, torch.Tensor], sums: StepSums) -> None:
+    def _forward(self, action: Action, share: Share, samples: int, sums: StepSums) -> None:
         stage, microbatch = action.stage, action.microbatch
         received = self._take(ActionKind.RECEIVE_ACTIVATION, stage, microbatch)
         for tensor, facts in zip(received, self._inputs[stage], strict=True):
             tensor.requires_grad_(facts.differentiable)
         if self.before_forward is not None:
             self.before_forward(stage, microbatch)
-        output = self.call(stage, received, batch)
+        output = self.call(stage, received, share.batch)
         if stage + 1 == len(self._inputs):
-            rows = next(iter(batch.values())).shape[0]
-            weighted = self.objective(output, batch, rows, self.plan.job.batch)
+            weighted = self.objective(output, share, samples)
             sums.loss += float(weighted.loss.detach())
             sums.tokens += weighted.count
             self._flying[stage, microbatch] = _InFlight(received, (weighted.loss,))
@@ -269,7 +271,7 @@ class Executor:
         if len(outputs) != len(expected):
             raise RunError(f"stage {stage - 1} gave {len(outputs)} tensors where stage {stage} takes {len(expected)}")
         for i, (tensor, facts) in enumerate(zip(outputs, expected, strict=True)):
-            shape, dtype = facts.shape(self.plan.rows_per_rank), getattr(torch, facts.dtype)
+            shape, dtype = facts.shape(self._sizes[microbatch]), getattr(torch, facts.dtype)
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise RunError(
                     f"microbatch {microbatch}: tensor {i} from stage {stage - 1} to stage {stage} is {tuple(tensor.shape)} {tensor.dtype}, "
@@ -319,7 +321,7 @@ class Executor:
         boundary = action.stage if activation else action.stage + 1
         works, tensors = [], []
         for i, facts in enumerate(f for f in self._inputs[boundary] if activation or f.differentiable):
-            tensor = torch.empty(facts.shape(self.plan.rows_per_rank), dtype=getattr(torch, facts.dtype), device=self.groups.device)
+            tensor = torch.empty(facts.shape(self._sizes[action.microbatch]), dtype=getattr(torch, facts.dtype), device=self.groups.device)
             works.append(group.receive(tensor, action.peer, self._tag(boundary, action.microbatch, activation, i)))
             tensors.append(tensor)
         self._posted[action.kind, action.stage, action.microbatch] = (works, tuple(tensors))

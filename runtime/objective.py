@@ -19,6 +19,7 @@ from pdsl.lowering.factory import resolve
 from pdsl.lowering.facts import TARGETS
 from pdsl.lowering.plan import Job
 from pdsl.lowering.spec import CallValue
+from pdsl.runtime.rows import Share
 
 __all__ = ["IGNORED", "Objective", "WeightedLoss", "flat_cross_entropy", "make_objective", "strict_mse", "token_count"]
 
@@ -56,13 +57,22 @@ class Objective:
     def over_tokens(self) -> bool:
         return self.loss.name == "mean" and self.loss.get("over") == "tokens"
 
-    def __call__(self, output: Any, batch: Mapping[str, torch.Tensor], rows: int, global_rows: int) -> WeightedLoss:
-        """The weighted loss of one microbatch of `rows` samples in a step of `global_rows`."""
-        loss = self._plain(output, batch)
+    def __call__(self, output: Any, share: Share, samples: int) -> WeightedLoss:
+        """The weighted loss of one microbatch in a step of so many samples. One that does not count has the loss 0, and its backward gives zeros."""
+        loss = self._plain(output, share.batch)
+        if not share.counts:
+            return WeightedLoss(torch.nan_to_num(loss) * 0.0, 0)
         if self.over_tokens:
-            count = token_count(batch)
+            count = token_count(share.batch)
             return WeightedLoss(loss * count if count else torch.nan_to_num(loss) * 0.0, count)
-        return WeightedLoss(loss * (rows / global_rows) if self.loss.name == "mean" else loss, 0)
+        return WeightedLoss(loss * (share.size / samples) if self.loss.name == "mean" else loss, 0)
+
+    def prepared(self, share: Share) -> Share:
+        """A microbatch in which no token counts has no loss: its mean would be 0 / 0, and so would gradients. It runs with tokens that do, and weighs nothing."""
+        if not self.over_tokens or not share.counts or token_count(share.batch):
+            return share
+        batch = {name: value.clamp(min=0) if name in TARGETS else value for name, value in share.batch.items()}
+        return Share(batch, share.size, counts=False)
 
     def _plain(self, output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if self.function is not None:

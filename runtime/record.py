@@ -28,6 +28,7 @@ class Recorder:
         self._fault: float | None = None
         self.losses: dict[int, float] = {}
         self.digests: dict[int, str] = {}
+        self.samples: dict[int, int] = {}
         self.began = 0
         self.recoveries: list[float] = []
         self.seconds = 0.0
@@ -64,6 +65,7 @@ class Recorder:
         self._heard.add(("step", event["generation"], step))
         self.losses[step] = event["loss"]
         self.digests[step] = event["digest"]
+        self.samples[step] = event["samples"]
         self.seconds += event["seconds"]
         if self._fault is not None:
             self.recoveries.append(event["time"] - self._fault)

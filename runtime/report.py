@@ -66,6 +66,11 @@ class Reporter:
             return
         print(text, file=sys.stderr, flush=True)
 
+    def ends(self, steps: int) -> None:
+        """The data ended before the steps that were asked for were taken."""
+        if steps < self._steps:
+            self.say(f"the data ended after {steps} of {self._steps} steps")
+
     def step(self, result: StepResult, generation: int | None = None) -> None:
         """Tell one step."""
         self.write(_metrics(result, self._generation if generation is None else generation))

@@ -12,29 +12,11 @@ from pdsl.grammar.errors import PdslError
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.chaos import Chaos, Fault
 from pdsl.runtime.elastic import ElasticSession
+from pdsl.runtime.feed import make_samples
 from pdsl.runtime.link import Link
-from pdsl.runtime.rows import Batch, read_rows, step_indices, steps_per_epoch
 from pdsl.runtime.session import StepResult
-from pdsl.runtime.train import make_dataset
 
 __all__ = ["train_resilient"]
-
-
-class _DataSet:
-    """Rows of a data set by place in the batch of a step: the same on every rank, whatever the plan."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._seed, self._batch = plan.job.seed, plan.job.batch
-        self._data = make_dataset(plan)
-        self._size = len(self._data)
-        steps_per_epoch(self._size, self._batch)
-
-    def ids(self, step: int, places: Sequence[int]) -> Sequence[int]:
-        order = step_indices(self._seed, step, self._size, self._batch)
-        return [order[i] for i in places]
-
-    def rows(self, ids: Sequence[int]) -> Batch:
-        return read_rows(self._data, ids)
 
 
 def train_resilient(
@@ -49,6 +31,7 @@ def train_resilient(
     total = plan.job.steps if steps is None else steps
     speaks = rank % plan.ranks_per_node == 0
     session: ElasticSession | None = None
+    samples = make_samples(plan)
 
     def told(result: StepResult) -> None:
         if speaks:
@@ -65,7 +48,7 @@ def train_resilient(
         plan,
         rank,
         link,
-        _DataSet(plan),
+        samples,
         resume=resume,
         chaos=Chaos(rank, map(Fault.from_data, faults)),
         on_event=link.tell if speaks else _unheard,
@@ -78,7 +61,7 @@ def train_resilient(
         gc.collect()
         gc.freeze()  # a collection in the middle of a recovery would cost more than all the rest of it
         while True:
-            while session.steps_taken < total:
+            while session.steps_taken < total and samples.count(session.steps_taken):
                 session.step()
             session.finish()
             if link.done():

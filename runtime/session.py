@@ -19,7 +19,7 @@ from torch import nn
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.pending import require_executable
-from pdsl.lowering.plan import Plan
+from pdsl.lowering.plan import Job, Plan
 from pdsl.lowering.programs import program
 from pdsl.runtime.build import build
 from pdsl.runtime.engine import Engine, Totals
@@ -28,7 +28,7 @@ from pdsl.runtime.groups import Groups, device_of, island_mesh
 from pdsl.runtime.objective import make_objective
 from pdsl.runtime.optimizer import OptimizerFactory
 from pdsl.runtime.part import Part
-from pdsl.runtime.rows import Batch, rank_rows, split_batch
+from pdsl.runtime.rows import Batch, Share, StepRows, rank_rows, real_places, shares, split_batch
 
 __all__ = ["Session", "StepResult", "agree_on_plan"]
 
@@ -141,16 +141,21 @@ class Session:
 
         `ids` are the sample ids of the rows, for the digest. Raises RunError if the batch has another size than the plan's, or holds no tensors.
         """
-        size = self.plan.job.batch
-        _check_batch(batch, size)
+        job = self.plan.job
+        size = _check_batch(batch, job)
         if ids is not None and len(ids) != size:
             raise RunError(f"there are {len(ids)} sample ids for a batch of {size}")
-        rows = {m: split_batch(batch, places) for m, places in self._places.items()}
+        rows = shares(self._places, size, lambda places: split_batch(batch, places, job.shared))
         everything = range(size) if ids is None else ids
-        return self.step_rows(rows, {m: [everything[i] for i in places] for m, places in self._places.items()})
+        return self.step_shares(rows, {m: [everything[i] for i in real_places(part, size)] for m, part in self._places.items()})
 
     def step_rows(self, rows: Mapping[int, Batch], ids: Mapping[int, Sequence[int]]) -> StepResult:
-        """As `step`, with only the rows of this rank, by global microbatch id."""
+        """As `step`, with only the rows of this rank, by global microbatch id: those of a full batch."""
+        each = self.plan.rows_per_rank
+        return self.step_shares(StepRows({m: Share(batch, each) for m, batch in rows.items()}, self.plan.job.batch), ids)
+
+    def step_shares(self, rows: StepRows, ids: Mapping[int, Sequence[int]]) -> StepResult:
+        """As `step`, with what a source of samples gives for this rank, and the ids of the samples in each microbatch."""
         if self._closed:
             raise RunError("the session is closed: it takes no more steps")
         begin = time.perf_counter()
@@ -159,19 +164,33 @@ class Session:
         totals = engine.sum_up(engine.compute(rows), ids)
         engine.apply(totals)
         self.steps_taken += 1
-        return StepResult.of(self.steps_taken - 1, totals, self.plan.job.batch, time.perf_counter() - begin)
+        return StepResult.of(self.steps_taken - 1, totals, rows.samples, time.perf_counter() - begin)
 
 
-def _check_batch(batch: object, size: int) -> None:
-    """Raises RunError if a batch is no dict of tensors with `size` rows each."""
+def _check_batch(batch: object, job: Job) -> int:
+    """The number of its rows. Raises RunError if a batch is no dict of tensors with as many rows each as the plan is made for, or up to so many with `last = pad`."""
     if not isinstance(batch, Mapping):
         raise RunError(f"the batch is a {type(batch).__name__}: expected a dict of tensors by name")
+    sizes: dict[str, int] = {}
     for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and name not in job.shared):
             what = "a tensor without dims" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise RunError(f'batch entry "{name}" is {what}: expected a tensor with one row per sample')
-        if value.shape[0] != size:
-            raise RunError(f'batch entry "{name}" has {value.shape[0]} rows, the plan is made for a batch of {size}')
+            whole = (
+                "" if value is None or isinstance(value, Mapping) else f'; what all rows share is named in train {{ shared = ["{name}"] }}'
+            )
+            raise RunError(f'batch entry "{name}" is {what}: expected a tensor with one row per sample{whole}')
+        if name not in job.shared:
+            sizes[name] = value.shape[0]
+    short = len(set(sizes.values())) == 1 and 0 < next(iter(sizes.values())) < job.batch
+    for name, size in sizes.items():
+        if size != job.batch and not (short and job.last == "pad"):
+            why = (
+                "; with train { last = pad } it may have fewer"
+                if short
+                else f'; what all rows share is named in train {{ shared = ["{name}"] }}'
+            )
+            raise RunError(f'batch entry "{name}" has {size} rows, the plan is made for a batch of {job.batch}{why}')
+    return next(iter(sizes.values()), job.batch)
 
 
 def agree_on_plan(plan: Plan, rank: int, store: dist.Store, timeout: float) -> None:

@@ -23,11 +23,10 @@ from pdsl.lowering.boxes import box
 from pdsl.lowering.ownership import holders, owned_parameters
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.build import build
+from pdsl.runtime.feed import make_samples
 from pdsl.runtime.objective import make_objective, token_count
 from pdsl.runtime.optimizer import make_optimizer, rate_at
-from pdsl.runtime.rows import read_rows, step_indices
 from pdsl.runtime.session import Session
-from pdsl.runtime.train import make_dataset
 
 __all__ = ["Deviation", "Trace", "VerifyReport", "assemble", "compare", "oracle", "verify_rank"]
 
@@ -75,15 +74,16 @@ class Trace:
 
 def verify_rank(plan: Plan, rank: int, store: dist.Store | None, *, steps: int, local_rank: int | None = None) -> dict[str, Any]:
     """Take a few steps as one rank; losses and this rank's boxes of gradients and weights, as plain data."""
-    dataset = make_dataset(plan)
+    samples = make_samples(plan)
     kept: list[dict[str, torch.Tensor]] = []
     weights: list[dict[str, torch.Tensor]] = []
     results = []
     with Session(plan, rank, store, local_rank=local_rank) as session:
         session.on_gradients = lambda grads: kept.append({n: g.detach().cpu().clone() for n, g in grads.items()})
         for step in range(steps):
-            order = step_indices(plan.job.seed, step, len(dataset), plan.job.batch)
-            results.append(session.step(read_rows(dataset, order), order))
+            if not samples.count(step):
+                raise RunError(f"the data ends after {step} steps, {steps} are to be compared")
+            results.append(session.step_shares(samples.take(step, session.places), samples.ids(step, session.places)))
             weights.append({n: t.detach().cpu().clone() for n, t in session.weights.items()})
     return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "gradients": kept, "weights": weights}
 
@@ -128,17 +128,18 @@ def oracle(plan: Plan, ranks: Trace) -> Trace:
     model = build(plan, {p.name for p in plan.facts.parameters}, torch.device("cpu"))
     model.train()
     objective = make_objective(job)
-    dataset = make_dataset(plan)
+    samples = make_samples(plan)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(job.optimizer, named.values())
     base = [g["lr"] for g in optimizer.param_groups]
     losses, norms, gradients, weights = [], [], [], []
     for step in range(steps):
-        batch = read_rows(dataset, step_indices(job.seed, step, len(dataset), job.batch))
+        share = samples.take(step, {0: range(samples.count(step))}).shares[0]
+        batch = share.batch
         optimizer.zero_grad()
         single = plan.facts.sequential or len(plan.facts.inputs) == 0
         output = model(next(iter(batch.values()))) if single else model(**{n: batch[n] for n in plan.facts.inputs})
-        weighted = objective(output, batch, job.batch, job.batch)
+        weighted = objective(output, share, share.size)
         loss = weighted.loss / token_count(batch) if objective.over_tokens else weighted.loss
         loss.backward()
         gradients.append({n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None})

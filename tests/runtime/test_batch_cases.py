@@ -1,0 +1,161 @@
+"""Batches that are not full, data that ends, entries without rows: what comes out equals one process, or the run says why not.
+
+The numbers of public bug reports stand with their case: each was silently wrong somewhere, or hung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pdsl
+from pdsl.grammar.errors import RunError
+from pdsl.lowering.plan import Plan
+from pdsl.runtime.rows import shares, step_indices, steps_per_epoch
+from pdsl.runtime.train import train_rank
+from pdsl.runtime.verify import assemble, verify_rank
+from tests import batch_models, user_models
+from tests.pool import Pool
+
+FULL = ""
+SHARDED = 'shard { "**" => fsdp(fsdp) }'
+
+SPEC = """pdsl 1
+mesh {{ {axes} }}
+cluster {{ device = cpu }}
+model "{model}" {{ {arguments} }}
+{blocks}
+train {{
+  data = source("tests.batch_models:{data})
+  batch = {batch}
+  steps = {steps}
+  optimizer = sgd(lr = 1e-1)
+  {train}
+}}
+"""
+
+MODELS = {
+    "own loss": ("tests.batch_models:own_loss", ""),
+    "mse": ("tests.user_models:four_linears", "objective = mse"),
+    "tokens": ("tests.batch_models:words", "objective = cross_entropy; loss = mean(over = tokens)"),
+    "own tokens": ("tests.batch_models:own_token_loss", "loss = mean(over = tokens)"),
+}
+
+
+def compiled(
+    axes: str, model: str, data: str, *, blocks: str = "", batch: int = 8, steps: int = 3, train: str = "", more: str = ""
+) -> Plan:
+    name, objective = MODELS[model]
+    text = SPEC.format(
+        axes=axes, model=name, arguments="", blocks=blocks, data=data, batch=batch, steps=steps, train=f"{objective}\n  {train}"
+    )
+    return pdsl.compile(pdsl.load(text + more))
+
+
+def piped(microbatches: int, schedule: str = "one_f_one_b", more: str = "") -> str:
+    return f"pipeline over pp {{ schedule = {schedule}(microbatches = {microbatches}{more}) }}"
+
+
+def _verified(rank: int, world: int, store: Any, plan: str, steps: int) -> dict[str, Any]:
+    return verify_rank(Plan.from_json(plan), rank, store, steps=steps)
+
+
+def _trained(rank: int, world: int, store: Any, plan: str, steps: int | None = None, metrics: str | None = None) -> dict[str, Any]:
+    return train_rank(Plan.from_json(plan), rank, store, steps=steps, metrics=metrics, progress=False)
+
+
+# --- one process, as anybody would write it ---------------------------------------------------------------------------------------------------
+
+
+def _own(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return model(**rows)  # type: ignore[no-any-return]
+
+
+def _mse(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(rows["x"]), rows["target"])
+
+
+def _tokens(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(rows["x"]).flatten(0, 1), rows["target"].flatten())
+
+
+LOSSES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Tensor]] = {"own loss": _own, "mse": _mse, "tokens": _tokens, "own tokens": _own}
+
+
+def one_process(model: str, data: user_models.Rows, batches: list[list[int]]) -> dict[str, Any]:
+    """Plain descent over the given rows, each batch as it is."""
+    name = MODELS[model][0].partition(":")[2]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = (getattr(batch_models, name, None) or getattr(user_models, name))()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses, gradients = [], []
+    for indices in batches:
+        optimizer.zero_grad()
+        loss = LOSSES[model](net, data.rows(indices))
+        loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in net.named_parameters()})
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "gradients": gradients, "weights": {n: p.detach().clone() for n, p in net.named_parameters()}}
+
+
+def equal(plan: Plan, ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    ours = assemble(plan, ranks)
+    assert ours.losses == pytest.approx(expected["losses"], rel=1e-5)
+    for found, wanted in [*zip(ours.gradients, expected["gradients"], strict=True), (ours.weights[-1], expected["weights"])]:
+        assert set(found) == set(wanted)
+        for name, tensor in wanted.items():
+            assert float((found[name] - tensor).norm()) <= 1e-5 * float(tensor.norm()), name
+
+
+# --- the last batch ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_case_18_20_samples_in_batches_of_8_are_2_steps_dropped_and_3_padded() -> None:
+    assert steps_per_epoch(20, 8) == 2
+    assert steps_per_epoch(20, 8, pad=True) == 3
+    taken = [i for step in range(3) for i in step_indices(0, step, 20, 8, pad=True)]
+    assert [len(step_indices(0, step, 20, 8, pad=True)) for step in range(4)] == [8, 8, 4, 8]
+    assert sorted(taken) == list(range(20))
+
+
+def test_a_data_set_smaller_than_a_batch_has_one_padded_step_and_no_other() -> None:
+    assert steps_per_epoch(3, 8, pad=True) == 1
+    with pytest.raises(RunError, match=r"3 samples, fewer than one batch of 8; .*last = pad"):
+        steps_per_epoch(3, 8)
+
+
+def test_places_without_a_sample_are_cut_off_and_stood_in_for() -> None:
+    found = shares({0: range(3), 1: range(3, 6), 2: range(6, 9)}, 4, lambda places: {"x": torch.tensor(list(places))})
+    assert {m: (s.size, s.counts) for m, s in found.shares.items()} == {0: (3, True), 1: (1, True), 2: (3, False)}
+    assert found.shares[1].batch["x"].tolist() == [3]
+    assert found.shares[2].batch["x"].tolist() == [3, 3, 3]
+    assert found.samples == 4
+
+
+PLACEMENTS = [
+    ("axis dp = 1", FULL, 8),
+    ("axis dp = 2", FULL, 8),
+    ("axis fsdp = 2", SHARDED, 8),
+    ("axis pp = 2", piped(4), 8),
+    ("axis pp = 2", piped(2, "interleaved_1f1b", ", virtual = 2"), 8),
+    ("axis pp = 2; axis fsdp = 2", f"{SHARDED}\n{piped(2)}", 12),
+    ("axis dp = 2; axis pp = 2", piped(2, "gpipe"), 12),
+    ("axis dp = 2; axis fsdp = 2", SHARDED, 8),
+]
+
+
+@pytest.mark.parametrize(("axes", "blocks", "batch"), PLACEMENTS)
+@pytest.mark.parametrize(("model", "size"), [("own loss", 19), ("mse", 20), ("own loss", 17)])
+def test_case_18_a_padded_batch_has_the_gradients_of_its_samples_alone(
+    pool: Pool, model: str, axes: str, blocks: str, batch: int, size: int
+) -> None:
+    plan = compiled(axes, model, f'vectors", size = {size}', blocks=blocks, batch=batch, train="last = pad")
+    steps = steps_per_epoch(size, batch, pad=True)
+    expected = one_process(model, batch_models.vectors(size), [list(step_indices(0, s, size, batch, pad=True)) for s in range(steps)])
+    equal(plan, pool.run(_verified, plan.world_size, plan.to_json(), steps), expected)

@@ -10,7 +10,7 @@ from pdsl.lowering.spec import LayoutCall, LayoutSlots, SizeRange, Spec
 
 __all__ = ["pending", "require_executable"]
 
-_STOPPING = ("precision.", "memory.", "shard")
+_STOPPING = ("memory.", "shard")
 
 
 def require_executable(pending: tuple[str, ...]) -> None:
@@ -34,13 +34,8 @@ def pending(spec: Spec) -> Iterator[tuple[str, str]]:
         yield "freeze", "freezing"
     if spec.checkpoint is not None and (spec.fault_budget is None or spec.fault_budget.lose == 0):
         yield "checkpoint", "saving checkpoints"
-    if spec.memory.recompute is not None:
-        yield "memory.recompute", "recomputing activations"
     if spec.memory.offload != "none":
         yield "memory.offload", f"offloading {spec.memory.offload}"
-    for key in ("params", "reduce", "output"):
-        if getattr(spec.precision, key) != "fp32":
-            yield f"precision.{key}", f"precision {getattr(spec.precision, key)}"
     roles = axis_roles(spec)
     for axis in spec.mesh.axes:
         if isinstance(axis.size, SizeRange) and roles.get(axis.name) in (SHARD, TENSOR):

@@ -18,7 +18,8 @@ from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.parts import role_axes
 from pdsl.lowering.places import Coordinate, MeshAxis
 from pdsl.lowering.schedule import Schedule
-from pdsl.lowering.spec import CallValue, Value
+from pdsl.lowering.search_report import ScheduleBasis, SearchReport
+from pdsl.lowering.spec import CallValue, PrecisionSpec, Value
 
 __all__ = [
     "DEFAULT_SILENCE",
@@ -85,10 +86,11 @@ class StageCut:
 
 @frozen
 class Template:
-    """A cut of the layers into stages and the schedule that runs them; it names no rank."""
+    """A cut of the layers into stages and the schedule that runs them; it names no rank. `search` is there if the schedule was searched for."""
 
     stages: tuple[StageCut, ...]
     schedule: Schedule
+    search: SearchReport | None = None
 
     @property
     def positions(self) -> int:
@@ -118,6 +120,7 @@ class Budget:
     `lose` nodes may be lost at once. A pipeline may have `least`, `least + 1`, ... nodes; `cuts` has the stages for each of these sizes in
     turn (nodes times islands per node positions). `schedule` and `virtual` are the family that runs them. `recover` are the answers to a loss
     in the order in which they are tried. `domain` is the number of nodes that share a failure domain (1: none do).
+    `bases` has for each of `cuts` what a search for its schedule needs, if the family is `auto`.
     """
 
     lose: int
@@ -127,6 +130,7 @@ class Budget:
     virtual: int = 1
     recover: tuple[str, ...] = ("reroute", "retemplate", "restore")
     domain: int = 1
+    bases: tuple[ScheduleBasis, ...] = ()
 
     @property
     def sizes(self) -> range:
@@ -201,8 +205,9 @@ class Plan:
     """All pipelines, layouts and microbatches of one generation.
 
     `microbatches` is their count in one step, over all pipelines and whatever the plan; each has `batch / microbatches` samples, of which every
-    shard coordinate takes an equal part. `silence` are the seconds after which a rank that says nothing counts as lost. `frozen_layers` is the length of the frozen prefix. `pending` names what the spec asks for and this version does not execute.
-    `budget` is there if the run must survive losses, or may change its size.
+    shard coordinate takes an equal part. `silence` are the seconds after which a rank that says nothing counts as lost. `compile` is the backend of torch.compile
+    that layers are compiled with, empty for none. `frozen_layers` is the length of the frozen prefix. `pending` names what the spec asks for and this version does not execute.
+    `precision` has the number formats, `offload` what waits in host memory (`optimizer`, `params` or `none`). `budget` is there if the run must survive losses, or may change its size.
     """
 
     name: str
@@ -218,6 +223,9 @@ class Plan:
     microbatches: int
     job: Job
     sharding: Sharding = Sharding()
+    compile: str = ""
+    precision: PrecisionSpec = field(factory=PrecisionSpec)
+    offload: str = "none"
     frozen_layers: int = 0
     generation: int = 0
     pending: tuple[str, ...] = ()

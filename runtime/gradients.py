@@ -40,7 +40,8 @@ def final_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 class Reducer:
     """Sums of gradients for one rank.
 
-    `parameters` are the owned trainable parameters by name, after sharding. Per step: `begin_step`, `begin_last_backward` per stage, `issue` per
+    `parameters` are the owned trainable parameters by name, after sharding; `leaves` are what autograd gives their gradients to, and `sums` the dtypes in which
+    these are added up, both for those for which that is something else. Per step: `begin_step`, `begin_last_backward` per stage, `issue` per
     REDUCE action, then `finish`, which gives the summed local gradients. `kept` are local gradients of an earlier part of the step, which are added. `settle` is called before gradients are read: it waits for what FSDP2
     has not finished yet.
     """
@@ -53,8 +54,12 @@ class Reducer:
         groups: Groups,
         settle: Callable[[], None] = lambda: None,
         kept: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        leaves: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        sums: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self._parameters = dict(parameters)
+        self._leaves = self._parameters | dict(leaves)
+        self._sums = sums
         self._kept = kept
         self._buckets = program.buckets
         self._groups = groups
@@ -67,7 +72,7 @@ class Reducer:
         self._failure: RuntimeError | None = None
         facts = {p.name: p for p in owned_parameters(plan, program.rank)}
         self._counted = tuple(n for n in self._parameters if holders(plan, facts[n], program.rank)[0] == program.rank)
-        self._hooks = [self._parameters[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._bucket_of]
+        self._hooks = [self._leaves[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._bucket_of]
 
     def close(self) -> None:
         """Take the hooks off: another reducer may follow on the same parameters."""
@@ -77,7 +82,8 @@ class Reducer:
     def _make_flat(self, bucket: Bucket) -> torch.Tensor:
         """The boxes one after the other, then one number for each: on how many ranks it got a gradient."""
         parts = [local_tensor(self._parameters[n].data) for n in bucket.parameters]
-        return torch.zeros(sum(t.numel() for t in parts) + len(parts), dtype=parts[0].dtype, device=parts[0].device)
+        dtype = self._sums.get(bucket.parameters[0], parts[0].dtype)
+        return torch.zeros(sum(t.numel() for t in parts) + len(parts), dtype=dtype, device=parts[0].device)
 
     def begin_step(self) -> None:
         self._works.clear()
@@ -154,19 +160,19 @@ class Reducer:
             for name in bucket.parameters:
                 local = local_tensor(self._parameters[name].data)
                 if name in arrived:
-                    found[name] = self._flat[index][offset : offset + local.numel()].view(local.shape)
+                    found[name] = self._flat[index][offset : offset + local.numel()].view(local.shape).to(local.dtype)
                 offset += local.numel()
         for name in self._parameters:
             if name in self._bucket_of:
                 continue
             grad = self._own(name)
             if grad is not None:
-                found[name] = grad
+                found[name] = grad.to(self._parameters[name].dtype)
         return found
 
     def _own(self, name: str) -> torch.Tensor | None:
         """The local gradient of this rank, over all parts of the step; FSDP2 cannot add to one that is still under way, so it is done here."""
-        grad, kept = final_gradient(self._parameters[name]), self._kept.get(name)
+        grad, kept = final_gradient(self._leaves[name]), self._kept.get(name)
         if grad is None or kept is None:
             return kept if grad is None else grad
         return grad + kept

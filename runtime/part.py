@@ -18,10 +18,14 @@ from pdsl.lowering.boxes import Box, box, box_shape
 from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import Plan
+from pdsl.lowering.precision import applies
 from pdsl.lowering.probe import on_meta
 from pdsl.lowering.probe_pass import parameter_groups
+from pdsl.runtime.compiled import compile_layers
 from pdsl.runtime.gradients import final_gradient, local_tensor
 from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory
+from pdsl.runtime.precision import Formats
+from pdsl.runtime.recompute import recompute_modules
 from pdsl.runtime.shard import shard_layers
 from pdsl.runtime.stage import StageRunner
 from pdsl.runtime.tensor_parallel import apply_tensor_parallel, live_names
@@ -35,7 +39,7 @@ class Part:
     """The layers of one rank.
 
     `model` has memory for the owned parameters and is changed in place. `tensors` are all owned parameters by canonical name after sharding,
-    `parameters` those of them that are trained. Raises RunError if torch holds another part of a parameter than the plan says.
+    `parameters` those of them that are trained, `leaves` what autograd gives their gradients to. Raises RunError if torch holds another part of a parameter than the plan says.
     """
 
     def __init__(self, plan: Plan, rank: int, mesh: DeviceMesh | None, model: nn.Module, optimizer: OptimizerFactory | None = None) -> None:
@@ -55,6 +59,15 @@ class Part:
         self.boxes = _boxes(plan, rank, owned)
         mine = {i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)}
         self._updated = tuple(b.name for b in plan.facts.updated if mine.intersection(b.layers))
+        modules = {m for i in mine for m in plan.facts.layers[i].modules}
+        sharded = {p.name for p in owned if self.units is not None and plan.layout(p.name).sharded}
+        self.formats = Formats(plan, model, self.tensors, sharded, modules)
+        last = len(stages) - 1
+        if applies(plan.precision, plan.facts):
+            self.runner.register_forward_hook(lambda _, args, given: Formats.output(plan, given) if args[0] == last else given)
+        compile_layers(plan, model, tuple(sorted(mine)))
+        again = [n for n in plan.facts.recomputed if n.startswith(tuple(f"{m}." for m in modules)) or n in modules]
+        recompute_modules(model, again, random=plan.facts.random)
         self._check_boxes(plan, rank)
         self.optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer)
 
@@ -95,6 +108,11 @@ class Part:
             self.model.get_buffer(name).copy_(state[f"{BUFFER}/{name}"])
         self.optimizer.load({key: value for key, value in state.items() if not key.startswith((f"{WEIGHT}/", f"{BUFFER}/"))})
 
+    @property
+    def leaves(self) -> dict[str, nn.Parameter]:
+        """What autograd gives the gradients of the trained parameters to: they themselves, or what layers compute with."""
+        return {name: self.formats.leaves[name] for name in self.parameters}
+
     def settle(self) -> None:
         """Wait for gradients that FSDP2 has under way."""
         if self.units is not None:
@@ -103,19 +121,20 @@ class Part:
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """The local gradients that were computed so far, out of the part."""
         self.settle()
-        found = {name: grad for name, p in self.parameters.items() if (grad := final_gradient(p)) is not None}
+        found = {name: grad for name, p in self.leaves.items() if (grad := final_gradient(p)) is not None}
         self.drop_gradients()
         return found
 
     def release(self) -> None:
         """Free the weights of a part that another has replaced: modules are in cycles, and a collection of garbage costs half a second."""
         self.drop_gradients()
+        self.formats.release()
         for parameter in self.tensors.values():
             local_tensor(parameter.data).untyped_storage().resize_(0)
 
     def drop_gradients(self) -> None:
         """Forget what was computed of a step."""
-        for parameter in self.tensors.values():
+        for parameter in self.formats.leaves.values():
             parameter.grad = None
 
 

@@ -17,6 +17,7 @@ from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import Plan, Sharding
 from pdsl.lowering.units import unit_groups
 from pdsl.runtime.exchange import ExchangeReduceScatter
+from pdsl.runtime.precision import unit_policy
 from pdsl.runtime.unit_ends import UnitEnds, accumulate, end_backward, reduce_now
 
 __all__ = ["Units", "shard_layers"]
@@ -95,7 +96,10 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
     What rides in the root's unit says `root_layers`. Parameters that are not sharded, or live elsewhere, are left alone.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    sharded = {named[names[p.name]] for p in owned_parameters(plan, rank) if plan.layout(p.name).sharded}
+    facts = {named[names[p.name]]: p for p in owned_parameters(plan, rank) if plan.layout(p.name).sharded}
+    sharded = facts.keys()
+    in_root = dict(facts)
+    waits = plan.sharding.every
     ignored = {p for p in named.values() if p not in sharded}
     by_stage: dict[int, list[FSDPModule]] = {s: [] for s in plan.stages_of(rank)}
     for stage, layers in ((s, group) for s, groups in unit_groups(plan, rank).items() for group in groups):
@@ -103,18 +107,25 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
         modules = [m for m in modules if any(p not in ignored for p in m.parameters())]
         if not modules:
             continue
+        policy, converts = unit_policy(plan, [in_root.pop(p) for m in modules for p in m.parameters() if p in in_root])
+        waits = waits or converts
         unit = fully_shard(
-            modules if len(modules) > 1 else modules[0], mesh=mesh["shard"], reshard_after_forward=plan.reshard, ignored_params=ignored
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh["shard"],
+            reshard_after_forward=plan.reshard,
+            mp_policy=policy,
+            ignored_params=ignored,
         )
         by_stage[stage].append(unit if isinstance(unit, FSDPModule) else unit[0])
-    fully_shard(root, mesh=mesh["shard"], reshard_after_forward=False, ignored_params=ignored)
+    policy, converts = unit_policy(plan, in_root.values())
+    fully_shard(root, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
     assert isinstance(root, FSDPModule)
     units = [u for stage in by_stage.values() for u in stage]
     for unit in (root, *units):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     _order_gathers(root, by_stage, plan.sharding)
-    exchange = ExchangeReduceScatter(waits=plan.sharding.every) if mesh.device_type == "cpu" else None
+    exchange = ExchangeReduceScatter(waits=waits or converts) if mesh.device_type == "cpu" else None
     if exchange is not None:
         for unit in (root, *units):
             unit.set_custom_reduce_scatter(cast("Any", exchange))

@@ -1,0 +1,110 @@
+"""The formats in which a rank computes and adds up gradients, for the parameters that it owns.
+
+A weight in fp32 of which layers need bf16 is held twice: the weight itself, which is updated, moved and saved, and a copy in the lower format that stands
+in the modules and is written anew in each step. autograd adds up the gradients of a copy in the format of the sums, whatever it computes with. What
+FSDP2 shards it casts itself, as it gathers; there the weight alone is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from pdsl.lowering.facts import ParameterFacts
+from pdsl.lowering.plan import Plan
+from pdsl.lowering.precision import applies, compute_format, output_format, sum_format
+from pdsl.lowering.probe_numerics import cast_edges, dtype_of, layer_modules, to_output
+
+__all__ = ["Formats", "unit_policy"]
+
+
+class Formats:
+    """What stands in the modules of `model` for the parameters of a plan, which it changes in place.
+
+    `tensors` are the owned parameters by canonical name, those in `sharded` are cast by FSDP2. `leaves` are, by the same names, what
+    autograd gives gradients to; `sums` the dtype of these gradients. `modules` are those at whose edges tensors are cast (those of the owned layers).
+    """
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, tensors: Mapping[str, nn.Parameter], sharded: Collection[str], modules: Collection[str]
+    ) -> None:
+        self.leaves: dict[str, nn.Parameter] = dict(tensors)
+        self.sums: dict[str, torch.dtype] = {}
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # a weight and its copy, as they lie here
+        if not applies(plan.precision, plan.facts):
+            return
+        for p in plan.facts.parameters:
+            self._place(plan, model, p, tensors.get(p.name), kept=p.name in sharded)
+        cast_edges(
+            model, plan.facts, plan.precision, [m for m in layer_modules(plan.facts) if m in modules], output=plan.facts.casts_output
+        )
+
+    def _place(self, plan: Plan, model: nn.Module, p: ParameterFacts, weight: nn.Parameter | None, *, kept: bool) -> None:
+        """Put what layers compute with under all names of a parameter: a copy, the weight itself, or a copy without memory."""
+        dtype, total = dtype_of(compute_format(plan.precision, plan.facts, p)), dtype_of(sum_format(plan.precision, p))
+        if weight is not None:
+            self.sums[p.name] = total
+        copy: nn.Parameter | None = None
+        for holder, leaf in ((model.get_submodule(n.rpartition(".")[0])._parameters, n.rpartition(".")[2]) for n in (p.name, *p.aliases)):
+            held = holder.get(leaf)
+            if held is None or (kept and held is weight):
+                continue
+            if held.device.type == "meta" or weight is None:
+                holder[leaf] = _like(held, torch.empty_like(held, dtype=dtype, device="meta")) if held.dtype != dtype else held
+                continue
+            if copy is None:
+                copy = weight if weight.dtype == dtype else _like(weight, weight.detach().to(dtype))
+                self._sum_in(p.name, copy, total)
+            holder[leaf] = copy
+        if copy is not None and copy is not weight and weight is not None:
+            self._pairs.append((_local(weight), _local(copy)))
+
+    def _sum_in(self, name: str, leaf: nn.Parameter, total: torch.dtype) -> None:
+        if leaf.requires_grad and leaf.dtype != total:
+            leaf.grad_dtype = total
+        self.leaves[name] = leaf
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Write the copies anew from the weights."""
+        if self._pairs:
+            torch._foreach_copy_([copy for _, copy in self._pairs], [weight for weight, _ in self._pairs])
+
+    def release(self) -> None:
+        """Free the copies."""
+        for _, copy in self._pairs:
+            copy.untyped_storage().resize_(0)
+
+    @staticmethod
+    def output(plan: Plan, given: Any) -> Any:
+        """What a model gave, in the format of the output."""
+        return to_output(given, output_format(plan.precision)) if applies(plan.precision, plan.facts) else given
+
+
+def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def _local(tensor: nn.Parameter) -> torch.Tensor:
+    data = tensor.data
+    return data._local_tensor if isinstance(data, DTensor) else data
+
+
+def unit_policy(plan: Plan, parameters: Collection[ParameterFacts]) -> tuple[MixedPrecisionPolicy, bool]:
+    """How FSDP2 casts a unit that holds these parameters, and whether it reduces in another format than that of the weights.
+
+    Inputs and outputs of layers are cast by hooks that are the same with and without sharding. All trained parameters of a unit have one format: a rule sees to it.
+    """
+    first = next((p for p in parameters if p.trainable), next(iter(parameters), None))
+    if first is None or not applies(plan.precision, plan.facts):
+        return MixedPrecisionPolicy(), False
+    dtype, total = compute_format(plan.precision, plan.facts, first), sum_format(plan.precision, first)
+    policy = MixedPrecisionPolicy(param_dtype=dtype_of(dtype), reduce_dtype=dtype_of(total), cast_forward_inputs=False)
+    return policy, total != first.dtype

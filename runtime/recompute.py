@@ -1,0 +1,41 @@
+"""Modules whose activations are computed again in the backward, by torch's own checkpointing of the non-reentrant kind.
+
+Checkpointing wraps the module's own forward, inside of all hooks: what gathers a sharded unit runs once for the forward and once for the backward, as without it,
+and casts of inputs are not repeated. What comes in is all that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from pdsl.grammar.errors import ModelError
+
+__all__ = ["recompute_modules"]
+
+
+def recompute_modules(model: nn.Module, names: Iterable[str], *, random: bool) -> None:
+    """Let the named modules run again in the backward. `random`: they may draw random numbers, which must then be drawn again."""
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = _twice(name, module.forward, random=random)
+
+
+def _twice(name: str, forward: Callable[..., Any], *, random: bool) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        before = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        output = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random, **kwargs)
+        if any(tensor._version != version for tensor, version in before):
+            raise ModelError(f"{name} writes into what it is given, so it cannot be computed again: leave it out of `recompute`")
+        return output
+
+    return run

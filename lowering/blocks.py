@@ -169,11 +169,13 @@ _MICROBATCHES = KeyInfo(
     "microbatches", Kind.INT, "parts of the batch that go through one pipeline one after another", required=True, minimum=1
 )
 _VIRTUAL = KeyInfo("virtual", Kind.INT, "stages on each position", default=2, minimum=1)
+_HOP = KeyInfo("hop", Kind.NUMBER, "latency between two positions, as a share of the forward of a position", default=Fraction(0), minimum=0)
+_SPLIT = KeyInfo("split", Kind.BOOL, "whether backwards may run in two halves", default=True)
 _FILE = KeyInfo("file", Kind.STRING, "a file with one row of operations per position", required=True)
 
 
 def _schedules() -> Iterator[CallInfo]:
-    known = {"microbatches": _MICROBATCHES, "virtual": _VIRTUAL, "file": _FILE}
+    known = {"microbatches": _MICROBATCHES, "virtual": _VIRTUAL, "file": _FILE, "hop": _HOP, "split": _SPLIT}
     for family in FAMILIES.values():
         arguments = tuple(known[a] for a in family.arguments if a != "file")
         positional = (_FILE,) if "file" in family.arguments else ()
@@ -338,6 +340,7 @@ _TABLE = (
         KeyInfo("loss", Kind.CALL, "how losses of samples are joined", default=CallValue("mean", (), (("over", "samples"),)), calls=_LOSSES),
         KeyInfo("objective", Kind.CHOICE, 'who computes the loss: the model, a named one, or "module:function"', default="model", choices=("model", "cross_entropy", "mse"), function=True),
         KeyInfo("seed", Kind.INT, "decides initial weights, order of samples and dropout", default=0, minimum=0),
+        KeyInfo("compile", Kind.CHOICE, "whether layers are compiled with torch.compile; aot_eager traces them and needs no compiler of the machine", default="false", choices=("false", "true", "aot_eager")),
     )),
     BlockInfo("validate", "the loss on data that is not trained on", keys=(
         KeyInfo("data", Kind.SOURCE, "factory of the held-out data", required=True, calls=_SOURCES),

@@ -15,6 +15,7 @@ from pdsl.lowering.coverage import pipeline_counts, usable
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.makespan import StepTimes
 from pdsl.lowering.plan import Budget
+from pdsl.lowering.searched import AUTO, stand_in
 from pdsl.lowering.templates import forward_flops
 
 __all__ = ["Assignment", "deal", "instantiate", "step_time_of"]
@@ -93,7 +94,8 @@ def _counts(budget: Budget, nodes: int, at_least: int, at_most: int) -> range:
 def _times(budget: Budget, facts: ModelFacts) -> dict[int, StepTimes]:
     """Step times of the template of each size."""
     positions = {n: max(s.position for s in budget.cut(n)) + 1 for n in budget.sizes}
-    return {n: StepTimes(budget.schedule, positions[n], forward_flops(facts, budget.cut(n))) for n in budget.sizes}
+    families = {n: stand_in(budget.cut(n)) if budget.schedule == AUTO else budget.schedule for n in budget.sizes}
+    return {n: StepTimes(families[n], positions[n], forward_flops(facts, budget.cut(n))) for n in budget.sizes}
 
 
 def _step_time(times: dict[int, StepTimes], assignment: Assignment) -> int:

@@ -19,7 +19,7 @@ from pdsl.lowering.ownership import islands_using
 from pdsl.lowering.plan import Budget, Pipeline, Plan, StageCut, Template
 from pdsl.lowering.programs import template_timeline
 from pdsl.lowering.roles import assign_roles
-from pdsl.lowering.templates import schedule_for, template_of
+from pdsl.lowering.templates import rescheduled_cut, template_of
 
 __all__ = ["copies", "layers_held", "redo", "reroute", "rescheduled", "retemplate", "step_time"]
 
@@ -35,7 +35,7 @@ def rescheduled(plan: Plan, template: Template, microbatches: int) -> Template:
     if template.schedule.microbatches == microbatches:
         return template
     budget = _budget(plan)
-    return evolve(template, schedule=schedule_for(budget.schedule, template.positions, budget.virtual, microbatches, plan.job.accumulate))
+    return rescheduled_cut(budget, template.stages, microbatches, plan.job.accumulate)
 
 
 def step_time(plan: Plan) -> Fraction:

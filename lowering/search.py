@@ -21,11 +21,13 @@ from pdsl.lowering.periods import lengthened, shortened
 from pdsl.lowering.portfolio import Seed, named, relatives
 from pdsl.lowering.schedule import Number, Schedule, ScheduleError, loop_placement, v_placement
 from pdsl.lowering.search_problem import Ops, Problem, problem_of
+from pdsl.lowering.search_report import Tried
 from pdsl.lowering.simulate import StageCosts
 
-__all__ = ["Candidate", "Found", "NothingFits", "Tried", "placement_text", "search"]
+__all__ = ["Candidate", "Found", "NothingFits", "placement_text", "search"]
 
 _LIST_WORK = 12_000  # operations that list schedules of one candidate may place
+_QUICK_WORK = 2_500  # the same, where a plan is made anew in the middle of a run
 _MOVE_WORK = 150_000  # operations that the local search of one candidate may visit
 _FUSE_WORK = 30_000  # operations that joining halves of backwards may visit
 _EXACT_NODES = 4_000  # states of the exact search
@@ -54,17 +56,6 @@ class Candidate:
     costs: StageCosts
     sizes: tuple[Number, ...]
     caps: tuple[Number, ...] | None = None
-
-
-@frozen
-class Tried:
-    """A named schedule: its stages per position, its step time, the most that a position holds; or `reason`, why it does not count."""
-
-    name: str
-    placement: str
-    makespan: Fraction | None = None
-    peak: int | None = None
-    reason: str = ""
 
 
 @frozen
@@ -108,7 +99,7 @@ def search(
         raise ScheduleError("there is no placement of stages to search")
     pools = [_pool(c, i, microbatches, hop, rounds, split) for i, c in enumerate(candidates)]
     for pool in pools:
-        pool.begin()
+        pool.begin(_LIST_WORK if thorough else _QUICK_WORK)
     fitting = [pool for pool in pools if pool.best is not None]
     if not fitting:
         raise NothingFits(tuple(_shortage(pool.problem) for pool in pools))
@@ -208,8 +199,8 @@ class _Pool:
         self.entries[made] = entry
         return entry
 
-    def begin(self) -> None:
-        """Named schedules, relatives and list schedules."""
+    def begin(self, work: int) -> None:
+        """Named schedules, relatives and list schedules, the last with so much work."""
         where = placement_text(self.problem.placement)
         for seed in named(self.problem, self.rounds):
             entry = self.add(seed.name, seed.rows) if seed.rows is not None else None
@@ -217,7 +208,7 @@ class _Pool:
                 self.tried.append(Tried(seed.name, where, reason=seed.reason or "its rows do not fit this placement"))
             else:
                 self.tried.append(Tried(seed.name, where, entry.makespan * self.problem.unit, entry.peak))
-        for seed in (*relatives(self.problem), *_lists(self.problem)):
+        for seed in (*relatives(self.problem), *_lists(self.problem, work)):
             if seed.rows is not None:
                 self.add(seed.name, seed.rows)
 
@@ -247,7 +238,7 @@ class _Pool:
         if short is None:
             return
         pool = _Pool(short, self.index, 1)
-        pool.begin()
+        pool.begin(_LIST_WORK)
         if pool.best is None:
             return
         pool.deepen()
@@ -265,9 +256,9 @@ class _Pool:
         return fused(self.problem, best.rows, visits=_FUSE_WORK), best.name
 
 
-def _lists(problem: Problem) -> Iterator[Seed]:
+def _lists(problem: Problem, work: int) -> Iterator[Seed]:
     """List schedules, those first that win most often, as far as the work goes."""
-    count = max(1, _LIST_WORK // problem.operations)
+    count = max(1, work // problem.operations)
     ways = [(rank, hold) for hold in (HOLDS if problem.split else HOLDS[:1]) for rank in RANKS]
     for rank, hold in ways[:count]:
         yield Seed(f"list, {rank} first" + (f", hold {float(hold):g}" if hold else ""), list_schedule(problem, rank, hold))

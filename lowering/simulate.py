@@ -14,7 +14,7 @@ from attrs import frozen
 
 from pdsl.lowering.schedule import Number, Op, Operation, Schedule, ScheduleError
 
-__all__ = ["StageCosts", "StuckSchedule", "Timeline", "simulate"]
+__all__ = ["StageCosts", "StuckSchedule", "Timeline", "flop_costs", "simulate"]
 
 
 class StuckSchedule(ScheduleError):
@@ -51,6 +51,14 @@ class StageCosts:
         if operation.op is Op.BACKWARD_WEIGHT:
             return self.backward_weight[stage]
         return self.backward_input[stage] + self.backward_weight[stage]
+
+
+def flop_costs(forward: Sequence[Number]) -> StageCosts:
+    """Costs in FLOPs from those of the forwards: each half of a backward takes as much as a forward.
+
+    Nobody waits for an input gradient of the first stage, so its weight half does all.
+    """
+    return StageCosts(tuple(forward), (0, *forward[1:]), (2 * forward[0], *forward[1:]))
 
 
 @frozen

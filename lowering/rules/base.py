@@ -13,7 +13,7 @@ from pdsl.grammar.diagnostics import Diagnostic, Fix, Label, Severity
 from pdsl.grammar.source import Span
 from pdsl.lowering.mesh import Mesh
 from pdsl.lowering.names import Binding
-from pdsl.lowering.schedules import SCHEDULES
+from pdsl.lowering.schedules import SCHEDULES, SEARCHED
 from pdsl.lowering.spec import AxisSpec, Origin, OriginKind, ShardRule, Spec
 
 if TYPE_CHECKING:
@@ -82,10 +82,12 @@ class Context:
 
     @cached_property
     def stages(self) -> int | None:
-        """Stages of one pipeline, or None for a schedule that is not executed yet."""
+        """Stages of one pipeline, at least those if they are searched for; None for a schedule that is not executed yet."""
         pipeline = self.spec.pipeline
         if pipeline is None:
             return 1
+        if pipeline.schedule.name in SEARCHED:
+            return max(self.positions, len(pipeline.stages))
         family = SCHEDULES.get(pipeline.schedule.name)
         return self.positions * family.per_position(pipeline.virtual) if family is not None else None
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdsl.grammar.errors import PlanError
+from pdsl.lowering.auto import searches
 from pdsl.lowering.elastic import Sizing, positions_range, sizing
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.mesh import Mesh, axis_roles, build_mesh
 from pdsl.lowering.plan import Budget, ParameterLayout, StageCut
+from pdsl.lowering.schedules import SCHEDULES
 from pdsl.lowering.spec import CallValue, Quantity, Spec
 from pdsl.lowering.stage_memory import StageMemory, fits_in
 from pdsl.lowering.templates import Fits, cuts_for_sizes
@@ -24,6 +26,7 @@ __all__ = [
     "misfit",
     "optimizer_states",
     "sizing_of",
+    "stage_memory_of",
 ]
 
 
@@ -93,9 +96,10 @@ def elastic_budget(spec: Spec, facts: ModelFacts, layouts: tuple[ParameterLayout
     asked = [n // islands for n in lengths]
     sizes = range(min([-(-low // islands), *asked]), max([high // islands, *asked]) + 1)
     virtual = spec.pipeline.virtual if spec.pipeline is not None else 1
-    schedule = spec.pipeline.schedule.name if spec.pipeline is not None else "one_f_one_b"
+    schedule = _cut_by(spec)
     most = sum(1 for layer in facts.layers if not layer.cut_before) + 1
-    sizes = range(sizes.start, min(sizes.stop, most // (islands * virtual) + 1))
+    each = SCHEDULES[schedule].per_position(virtual)
+    sizes = range(sizes.start, min(sizes.stop, most // (islands * each) + 1))
     found = cuts_for_sizes(facts, [n * islands for n in sizes], schedule=schedule, virtual=virtual, fits=_fits(spec, facts, layouts, mesh))
     cuts: list[tuple[StageCut, ...]] = []
     least = sizes.start
@@ -109,7 +113,18 @@ def elastic_budget(spec: Spec, facts: ModelFacts, layouts: tuple[ParameterLayout
     if not cuts:
         told = f"{low} to {high} positions" if low < high else f"{low} position{'s' if low > 1 else ''}"
         raise PlanError(f"no pipeline of {told} can be made of {len(facts.layers)} layers{_in_memory(spec)}")
-    return _budget(spec, least, tuple(cuts), schedule, virtual)
+    return _budget(spec, least, tuple(cuts), _asked_schedule(spec), virtual)
+
+
+def _asked_schedule(spec: Spec) -> str:
+    return spec.pipeline.schedule.name if spec.pipeline is not None else "one_f_one_b"
+
+
+def _cut_by(spec: Spec) -> str:
+    """The schedule for which layers are cut and memory is counted. Pipelines of every length whose schedule is searched for have one stage on each
+    position, and room for what 1F1B holds.
+    """
+    return "one_f_one_b" if searches(spec.pipeline) else _asked_schedule(spec)
 
 
 def fixed_budget(spec: Spec, mesh: Mesh, stages: tuple[StageCut, ...]) -> Budget:
@@ -118,8 +133,8 @@ def fixed_budget(spec: Spec, mesh: Mesh, stages: tuple[StageCut, ...]) -> Budget
     if reason is not None:
         raise PlanError(f"fault_budget {{ lose = {loses(spec)} }} needs pipelines that take whole nodes: {reason}")
     islands = islands_of_node(spec, mesh) or 1
-    schedule = spec.pipeline.schedule.name if spec.pipeline is not None else "one_f_one_b"
-    return _budget(spec, mesh.positions // islands, (stages,), schedule, spec.pipeline.virtual if spec.pipeline is not None else 1)
+    virtual = spec.pipeline.virtual if spec.pipeline is not None else 1
+    return _budget(spec, mesh.positions // islands, (stages,), _asked_schedule(spec), virtual)
 
 
 def _budget(spec: Spec, least: int, cuts: tuple[tuple[StageCut, ...], ...], schedule: str, virtual: int) -> Budget:
@@ -145,7 +160,7 @@ def memory_least(spec: Spec, facts: ModelFacts, world: int | None) -> int:
             return 1
         positions = nodes * first.islands_per_node
         fits = _fits(spec, facts, layouts, at)
-        if cuts_for_sizes(facts, [positions], schedule=pipeline.schedule.name, virtual=pipeline.virtual, fits=fits)[0] is not None:
+        if cuts_for_sizes(facts, [positions], schedule=_cut_by(spec), virtual=pipeline.virtual, fits=fits)[0] is not None:
             return nodes
     return 1
 
@@ -155,18 +170,30 @@ def _fits(spec: Spec, facts: ModelFacts, layouts: tuple[ParameterLayout, ...], m
         return None
     pipeline = spec.pipeline
     each, rounds = (pipeline.microbatches if pipeline is not None else 1), spec.train.accumulate
-    rows = -(-spec.train.batch // (each * rounds * mesh.pipelines * mesh.shard_size))
-    memory = StageMemory.of(
+    schedule, virtual = _cut_by(spec), pipeline.virtual if pipeline is not None else 1
+    memory = stage_memory_of(spec, facts, layouts, mesh, each * rounds * mesh.pipelines)
+    if memory is None:
+        return None
+    at_once = each if SCHEDULES[schedule].holds_all else each * rounds  # the rounds follow each other, or run through in one go
+    return fits_in(memory, spec.cluster.memory, schedule, virtual, at_once)
+
+
+def stage_memory_of(
+    spec: Spec, facts: ModelFacts, layouts: tuple[ParameterLayout, ...], mesh: Mesh, microbatches: int
+) -> StageMemory | None:
+    """What layers take on a rank, where a step has so many microbatches over all pipelines; None without a `train` block."""
+    if spec.train is None:
+        return None
+    rows = -(-spec.train.batch // (microbatches * mesh.shard_size))
+    return StageMemory.of(
         facts,
         layouts,
         shard=mesh.shard_size,
         tensor=mesh.tensor_size,
         rows=rows,
         states=optimizer_states(spec.train.optimizer),
-        gathers=pipeline is not None,
+        gathers=spec.pipeline is not None,
     )
-    schedule, virtual = (pipeline.schedule.name, pipeline.virtual) if pipeline is not None else ("one_f_one_b", 1)
-    return fits_in(memory, spec.cluster.memory, schedule, virtual, each)
 
 
 def optimizer_states(optimizer: CallValue) -> int:

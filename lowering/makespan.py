@@ -1,21 +1,22 @@
 """The step time of a pipeline without its rows: what the simulator gives for a named schedule, fast enough to be asked thousands of times.
 
-Times are in FLOPs of one sample: a forward takes those of its stage, a backward twice as many, transfers nothing, as in `programs.stage_costs`. GPipe
-has a closed form. 1F1B is walked along its diagonals, two additions and a comparison for each operation. Interleaving is simulated. The
-tests compare all of them with `simulate`.
+Times are in FLOPs of one sample: a forward takes those of its stage, a backward twice as many, each half as many, transfers nothing, as in
+`programs.stage_costs`. GPipe has a closed form. 1F1B is walked along its diagonals, two additions and a comparison for each operation. The rows of other
+schedules are put once into an order that agrees with every dependency, and then walked for any costs. The tests compare all of them with `simulate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
-from pdsl.lowering.schedules import SCHEDULES
-from pdsl.lowering.simulate import StageCosts, simulate
+from pdsl.lowering.schedule import Op, Operation, Schedule
+from pdsl.lowering.schedules import SCHEDULES, placed
 
 __all__ = ["StepTimes", "makespan"]
 
-_MOST_OPERATIONS = 40_000  # simulated or walked for one count of microbatches; beyond it the steady state is taken
+_MOST_WALKED, _MOST_SIMULATED = 40_000, 12_000  # operations for one count of microbatches; beyond it the steady state is taken
 
 
 def makespan(schedule: str, positions: int, forward: Sequence[int], microbatches: int) -> int:
@@ -63,15 +64,70 @@ def _one_f_one_b(forward: tuple[int, ...], microbatches: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _simulated(schedule: str, positions: int, forward: tuple[int, ...], microbatches: int) -> int:
-    made = SCHEDULES[schedule].build(positions, microbatches, len(forward) // positions)
-    return int(simulate(made, StageCosts(forward, forward, forward)).makespan)
+    order, slots = _order(schedule, positions, microbatches, len(forward) // positions)
+    ends = [0] * (slots + 1)  # the last one is for needs that an operation does not have
+    free = [0] * positions
+    for position, stage, twice, slot, first, second in order:
+        end = free[position]
+        if ends[first] > end:  # noqa: PLR1730
+            end = ends[first]
+        if ends[second] > end:  # noqa: PLR1730
+            end = ends[second]
+        end += 2 * forward[stage] if twice else forward[stage]
+        ends[slot] = free[position] = end
+    return max(free)
+
+
+_Step = tuple[int, int, bool, int, int, int]
+"""Position, stage, whether it takes twice a forward, the slot of its result, the slots of what it needs."""
+
+
+@lru_cache(maxsize=128)
+def _order(schedule: str, positions: int, microbatches: int, each: int) -> tuple[tuple[_Step, ...], int]:
+    """All operations of a schedule in an order in which each comes after what it needs, and the count of slots."""
+    made = SCHEDULES[schedule].build(positions, microbatches, each)
+    at = [0] * made.positions
+    done: set[int] = set()
+    found: list[_Step] = []
+    none = 3 * made.stages * microbatches
+    sleepers: dict[int, int] = {}
+    awake = list(range(made.positions))
+    while awake:
+        position = awake.pop()
+        row = made.rows[position]
+        while at[position] < len(row):
+            o = row[at[position]]
+            slot, needs = _slot_and_needs(made, o)
+            missing = next((n for n in needs if n not in done), None)
+            if missing is not None:
+                sleepers[missing] = position  # what a slot gives goes to one position; what its own row gives is there already
+                break
+            first, second = (*needs, none, none)[:2]
+            found.append((position, o.stage, o.op is Op.BACKWARD, slot, first, second))
+            done.add(slot)
+            at[position] += 1
+            if slot in sleepers:
+                awake.append(sleepers.pop(slot))
+    return tuple(found), none
+
+
+def _slot_and_needs(made: Schedule, o: Operation) -> tuple[int, tuple[int, ...]]:
+    """Slots are forwards, then gradients of inputs, then of weights, by stage and microbatch."""
+    m = made.microbatches
+    size = made.stages * m
+    at = o.stage * m + o.microbatch
+    if o.op is Op.FORWARD:
+        return at, (at - m,) if o.stage else ()
+    if o.op is Op.BACKWARD_WEIGHT:
+        return 2 * size + at, ()  # its input half comes before it in its own row
+    return size + at, (size + at + m,) if o.stage + 1 < made.stages else ()
 
 
 class StepTimes:
     """Step times of one template by its count of microbatches, each computed once, and only when it is asked for.
 
     Of GPipe and 1F1B step times grow with the count faster and faster, at last by what the slowest position takes for one microbatch: from the
-    count at which they do the rest is one multiplication. Interleaving with unequal stages may settle on a longer period, which is
+    count at which they do the rest is one multiplication. Other schedules with unequal stages may settle on a longer period, which is
     measured at the largest count that is worth simulating.
     """
 
@@ -79,16 +135,27 @@ class StepTimes:
         self._schedule, self._positions = schedule, positions
         self._costs = tuple(max(1, cost) for cost in forward)
         self._known: dict[int, int] = {}
-        self._most = max(2 * positions, _MOST_OPERATIONS // (2 * len(self._costs)))
-        self._busiest = max(sum(self._costs[s] for s in range(at, len(self._costs), positions)) for at in range(positions))
+        family = SCHEDULES[schedule]
+        work = [0] * positions
+        for cost, at in zip(self._costs, placed(family.placement, positions, len(self._costs) // positions), strict=True):
+            work[at] += cost
+        self._busiest = max(work)
+        # one microbatch goes all the way forth and back; of split backwards only the last weight half is still to be done then
+        self._one = 2 * sum(self._costs) + (self._costs[0] if family.split else sum(self._costs))
+        # a position begins after the stages before its first one, and whole backwards still go back through them in the end
+        ways = 1 if family.split else 3
+        before = accumulate((ways * cost for cost in self._costs[: positions - 1]), initial=0)
+        self._work = tuple(zip(before, work, strict=True))
         self._walked = schedule == "one_f_one_b" and len(self._costs) == positions > 1
+        self._most = max(2 * positions, (_MOST_WALKED if self._walked else _MOST_SIMULATED) // (2 * len(self._costs)))
+        self._closed = len(self._costs) == 1 or schedule == "gpipe"
         slow = sorted(range(len(self._costs)), key=lambda k: (-self._costs[k], -k))[:3]
         self._slow = tuple((self._costs[k], len(self._costs) - k, sum(self._costs[:k])) for k in slow)
 
     @cached_property
     def _line(self) -> tuple[int, int]:
         """From which count on the step time is a line, and its slope."""
-        if len(self._costs) == 1 or (self._schedule == "gpipe" and len(self._costs) == self._positions):
+        if self._closed:
             return 1, 3 * self._busiest
         if not self._walked:
             half = self._most // 2
@@ -105,7 +172,7 @@ class StepTimes:
 
     def time(self, count: int) -> int:
         """The step time for a count of microbatches, at least 1."""
-        if count <= 2 * self._positions or count <= self._line[0]:
+        if count <= 2 * self._positions or (not self._walked and not self._closed and count <= self._most) or count <= self._line[0]:
             return self._at(count)
         steady, slope = self._line
         return self._at(steady) + (count - steady) * slope
@@ -124,8 +191,8 @@ class StepTimes:
     def least(self, count: int) -> int:
         """A step time below which no run of so many microbatches ends; the inverse of `bound`."""
         if not self._walked:
-            return max(3 * sum(self._costs), 3 * self._busiest * count)
-        total = 3 * sum(self._costs)
+            return max(self._one, *(before + 3 * work * count for before, work in self._work))
+        total = self._one
         return max(
             max(total + 3 * (count - 1) * cost - (min(count, after) - 1) * cost, 3 * before + 3 * count * cost)
             for cost, after, before in self._slow
@@ -138,11 +205,11 @@ class StepTimes:
         run at most p - k forwards; what is left of its work follows. It also begins only after the stages before it, and its
         last gradient goes back through them.
         """
-        total = 3 * sum(self._costs)
+        total = self._one
         if deadline < total:
             return 0
         if not self._walked:
-            return deadline // (3 * self._busiest)
+            return min((deadline - before) // (3 * work) for before, work in self._work)
         found = []
         for cost, after, before in self._slow:
             filled = (deadline - total + (2 + after) * cost) // (3 * cost)

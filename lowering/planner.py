@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from attrs import evolve, frozen
 
 from pdsl.grammar.errors import PlanError
-from pdsl.lowering.budgets import elastic_budget, fixed_budget, islands_of_node, loses, misfit, sizing_of
+from pdsl.lowering.auto import AutoStages, auto_template, basis_of, hop_of, searches, splits
+from pdsl.lowering.budgets import elastic_budget, fixed_budget, islands_of_node, loses, misfit, sizing_of, stage_memory_of
 from pdsl.lowering.cuts import LayerCost, cut
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.instantiate import instantiate
@@ -117,7 +118,7 @@ def _budget_pass(draft: _Draft) -> _Draft:
     sizes = sizing_of(spec, mesh)
     if sizes is None:
         return draft
-    budget = elastic_budget(spec, facts, draft.layouts, mesh)
+    budget = _with_bases(draft, elastic_budget(spec, facts, draft.layouts, mesh))
     each = spec.pipeline.microbatches if spec.pipeline is not None else 1
     total = each * mesh.pipelines * draft.rounds
     found = instantiate(budget, facts, sizes.nodes, total, at_least=mesh.pipelines, at_most=mesh.pipelines)
@@ -130,7 +131,7 @@ def _asked_budget(draft: _Draft) -> Budget:
     reason = misfit(draft.spec, draft.mesh, lengths)
     if reason is not None:
         raise PlanError(f"fault_budget {{ lose = {loses(draft.spec)} }} needs pipelines that take whole nodes: {reason}")
-    return elastic_budget(draft.spec, draft.facts, draft.layouts, draft.mesh, lengths)
+    return _with_bases(draft, elastic_budget(draft.spec, draft.facts, draft.layouts, draft.mesh, lengths))
 
 
 # --- templates ------------------------------------------------------------------------------------------------------------------------
@@ -147,6 +148,9 @@ def _templates_pass(draft: _Draft) -> _Draft:
 
 
 def _template(draft: _Draft, positions: int, microbatches: int) -> Template:
+    if positions > 1 and searches(draft.spec.pipeline):
+        written = _explicit_cut(draft, len(draft.spec.pipeline.stages)) if draft.spec.pipeline is not None else None
+        return auto_template(_auto_stages(draft, positions, microbatches), written)
     schedule = _schedule(draft, positions, microbatches)
     bounds = _explicit_cut(draft, schedule.stages) or _balanced_cut(draft, schedule)
     return Template(tuple(StageCut(a, b, at) for (a, b), at in zip(bounds, schedule.placement, strict=True)), schedule)
@@ -154,15 +158,42 @@ def _template(draft: _Draft, positions: int, microbatches: int) -> Template:
 
 def _schedule(draft: _Draft, positions: int, microbatches: int) -> Schedule:
     pipeline, rounds = draft.spec.pipeline, draft.rounds
-    if positions == 1 and (pipeline is None or pipeline.virtual == 1):
+    family = SCHEDULES.get(pipeline.schedule.name) if pipeline is not None else None
+    if positions == 1 and (pipeline is None or family is None or family.per_position(pipeline.virtual) == 1):
         return single(microbatches * rounds)
-    if pipeline is None:
+    if pipeline is None or family is None:
         raise PlanError(f"pipelines of {positions} stages need a `pipeline over AXIS` block that names their schedule")
-    family = SCHEDULES[pipeline.schedule.name]
     reason = family.accepts(positions, microbatches, pipeline.virtual)
     if reason is not None:
         raise PlanError(f"{family.name} cannot run {microbatches} microbatches on {positions} positions: {reason}")
     return family.accumulate(positions, microbatches, pipeline.virtual, rounds)
+
+
+def _auto_stages(draft: _Draft, positions: int, microbatches: int) -> AutoStages:
+    spec, pipeline = draft.spec, draft.spec.pipeline
+    assert pipeline is not None
+    per_step = draft.budget is not None and not draft.asked  # then the lengths are not of one round
+    total = sum(count for _, count in draft.lengths) * (1 if per_step else draft.rounds)
+    return AutoStages(
+        facts=draft.facts,
+        positions=positions,
+        microbatches=microbatches,
+        rounds=draft.rounds,
+        hop=hop_of(pipeline, draft.facts, positions),
+        split=splits(spec, draft.mesh.shard_size),
+        memory=stage_memory_of(spec, draft.facts, draft.layouts, draft.mesh, total),
+        limit=spec.cluster.memory,
+    )
+
+
+def _with_bases(draft: _Draft, budget: Budget) -> Budget:
+    """The budget with what a search needs for each of its cuts, if schedules are searched for."""
+    pipeline = draft.spec.pipeline
+    if pipeline is None or not searches(pipeline):
+        return budget
+    return evolve(
+        budget, bases=tuple(basis_of(_auto_stages(draft, max(at.position for at in s) + 1, pipeline.microbatches), s) for s in budget.cuts)
+    )
 
 
 def _explicit_cut(draft: _Draft, stages: int) -> tuple[tuple[int, int], ...] | None:
@@ -268,12 +299,18 @@ def _finish(draft: _Draft) -> Plan:
         saving=_saving(spec),
         validation=_validation(spec),
         sharding=_sharding(spec),
+        compile=_COMPILERS[spec.train.compile] if spec.train is not None else "",
+        precision=spec.precision,
+        offload=spec.memory.offload,
         silence=float(spec.fault_budget.silence) if spec.fault_budget is not None else DEFAULT_SILENCE,
-        budget=draft.budget or (fixed_budget(spec, mesh, draft.templates[0].stages) if loses(spec) else None),
+        budget=draft.budget or (_with_bases(draft, fixed_budget(spec, mesh, draft.templates[0].stages)) if loses(spec) else None),
         pending=tuple(f"{path}: {what}" for path, what in pending(spec)),
     )
     _check_batch(made)
     return made
+
+
+_COMPILERS = {"false": "", "true": "inductor", "aot_eager": "aot_eager"}
 
 
 def _sharding(spec: Spec) -> Sharding:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pdsl.lowering.schedule import Number, Op, Operation, Schedule, loop_placement, v_placement
-from pdsl.lowering.schedules import FAMILIES
+from pdsl.lowering.schedule import Number, Op, Operation, Schedule
+from pdsl.lowering.schedules import FAMILIES, placed
 from pdsl.lowering.simulate import StageCosts, StuckSchedule, simulate
 
 __all__ = ["check_schedule", "peak_activations", "peak_in_flight"]
@@ -48,7 +48,7 @@ def _placement(schedule: Schedule) -> Iterator[str]:
     if family is None or family.placement == "free":
         return
     kind = "V" if family.placement == "v" else "loop"
-    wanted = v_placement(schedule.positions) if kind == "V" else loop_placement(schedule.positions, schedule.stages // schedule.positions)
+    wanted = placed(family.placement, schedule.positions, schedule.stages // schedule.positions)
     if schedule.placement != wanted:
         yield f"{schedule.name} needs {kind} placement: stages on positions {_list(wanted)}, not {_list(schedule.placement)}"
 

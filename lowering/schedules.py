@@ -1,145 +1,70 @@
-"""The schedules that PDSL generates, and what is known of each family: arguments, counts it takes, bubble, memory.
+"""The schedules of the language, and what is known of each family: arguments, counts it takes, where stages go, bubble, memory.
 
-With equal stages and no latency the bubble of all families here is 1 - v*m / (v*max(m, p) + min(m, p) - 1) for p positions, m microbatches and v
-stages per position; for m >= p that is (p-1) / (v*m + p-1). The tests compare it with the simulator.
+Times are for equal stages without latency, with a forward, an input half and a weight half of the backward that take one unit each. The tests compare
+every formula here with the simulator and with the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from attrs import frozen
 
-from pdsl.lowering.schedule import Op, Operation, Schedule, ScheduleError, loop_placement, repeat
+from pdsl.lowering.loop_schedules import (
+    eager_1f1b,
+    gpipe,
+    groups,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    single,
+    zero_bubble,
+    zero_bubble_2,
+)
+from pdsl.lowering.schedule import Op, Schedule, ScheduleError, loop_placement, repeat, v_placement
+from pdsl.lowering.simulate import StageCosts, simulate
+from pdsl.lowering.v_patterns import v_half, v_min
+from pdsl.lowering.v_schedules import dualpipe_v, zbv
 
 __all__ = [
     "FAMILIES",
     "PLANNED",
     "SCHEDULES",
+    "SEARCHED",
+    "Placement",
     "PlannedFamily",
     "ScheduleFamily",
+    "dualpipe_v",
+    "eager_1f1b",
     "gpipe",
     "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "looped_bfs",
     "one_f_one_b",
+    "placed",
     "repeat",
     "single",
+    "v_half",
+    "v_min",
+    "zbv",
+    "zero_bubble",
+    "zero_bubble_2",
 ]
 
 Placement: TypeAlias = Literal["loop", "v", "free"]
 
-
-def _forward(stage: int, microbatch: int) -> Operation:
-    return Operation(Op.FORWARD, stage, microbatch)
-
-
-def _backward(stage: int, microbatch: int) -> Operation:
-    return Operation(Op.BACKWARD, stage, microbatch)
+Counts: TypeAlias = Callable[[int, int, int], int]
+"""Something of (positions, microbatches, virtual)."""
 
 
-def _at_least_one(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ScheduleError(f"{name} must be at least 1, not {value}")
-
-
-def _warm_up(warm_up: int, forwards: Sequence[Operation], backwards: Sequence[Operation]) -> tuple[Operation, ...]:
-    """`warm_up` forwards, then forward and backward in turn, then the remaining backwards."""
-    ahead = min(warm_up, len(forwards))
-    row = list(forwards[:ahead])
-    for done, backward in enumerate(backwards):
-        row.extend(forwards[ahead + done : ahead + done + 1])
-        row.append(backward)
-    return tuple(row)
-
-
-def single(microbatches: int) -> Schedule:
-    """One position with one stage: forward and backward of each microbatch in turn, which is gradient accumulation."""
-    _at_least_one(microbatches=microbatches)
-    row = tuple(op for i in range(microbatches) for op in (_forward(0, i), _backward(0, i)))
-    return Schedule("single", 1, microbatches, (0,), (row,))
-
-
-def gpipe(positions: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, both in order of microbatches. Every position holds all m activations at its peak."""
-    _at_least_one(positions=positions, microbatches=microbatches)
-    m = range(microbatches)
-    rows = tuple((*(_forward(s, i) for i in m), *(_backward(s, i) for i in m)) for s in range(positions))
-    return Schedule("gpipe", positions, microbatches, loop_placement(positions), rows)
-
-
-def one_f_one_b(positions: int, microbatches: int) -> Schedule:
-    """min(m, p-1-r) forwards on position r, then forward and backward in turn, then the rest. Position r holds min(m, p-r) activations.
-
-    The rows are valid for every count of microbatches, so that an uneven split of the batch may give a long pipeline few of them. That a
-    spec must ask for at least as many as there are stages is a rule of the language: `SCHEDULES["one_f_one_b"].accepts`.
-    """
-    _at_least_one(positions=positions, microbatches=microbatches)
-    m = range(microbatches)
-    rows = tuple(_warm_up(positions - 1 - s, [_forward(s, i) for i in m], [_backward(s, i) for i in m]) for s in range(positions))
-    return Schedule("one_f_one_b", positions, microbatches, loop_placement(positions), rows)
-
-
-def _groups(positions: int, microbatches: int) -> tuple[int, ...]:
-    """Sizes of the groups of microbatches that interleaving sends through one chunk before the next: max(1, m // p) groups, as equal as possible.
-
-    A group of fewer than p microbatches would let the first position run dry between two chunks, so all have at least p (or all m, if m < p).
-    """
-    rounds = max(1, microbatches // positions)
-    size, larger = divmod(microbatches, rounds)
-    return (size + 1,) * larger + (size,) * (rounds - larger)
-
-
-def interleaved_1f1b(positions: int, microbatches: int, virtual: int) -> Schedule:
-    """1F1B over `virtual` stages per position in loop placement, for any count of microbatches.
-
-    Forwards go in groups of k microbatches, chunk by chunk; backwards in the same groups with the chunks reversed. The warm-up on position r is
-    (v-1)*k + 2*(p-1-r) forwards, k the largest group. The order is Megatron's where p divides m, and torch's where m // p divides m; elsewhere
-    the groups differ by one, which costs memory but no time: with m >= p the bubble is (p-1) / (v*m + p-1) for every m.
-    """
-    _at_least_one(positions=positions, microbatches=microbatches, virtual=virtual)
-    forwards: list[tuple[int, int]] = []
-    backwards: list[tuple[int, int]] = []
-    first = 0
-    groups = _groups(positions, microbatches)
-    for size in groups:
-        group = range(first, first + size)
-        forwards += [(chunk, i) for chunk in range(virtual) for i in group]
-        backwards += [(chunk, i) for chunk in reversed(range(virtual)) for i in group]
-        first += size
-
-    def row(position: int) -> tuple[Operation, ...]:
-        warm_up = (virtual - 1) * max(groups) + 2 * (positions - 1 - position)
-        return _warm_up(
-            warm_up,
-            [_forward(chunk * positions + position, i) for chunk, i in forwards],
-            [_backward(chunk * positions + position, i) for chunk, i in backwards],
-        )
-
-    placement = loop_placement(positions, virtual)
-    return Schedule("interleaved_1f1b", len(placement), microbatches, placement, tuple(row(r) for r in range(positions)))
-
-
-# --- what is known of the families ------------------------------------------------------------------------------------------------------
-
-
-def _refuse_1f1b(positions: int, microbatches: int, _virtual: int) -> str | None:
-    if microbatches >= positions:
-        return None
-    return f"one_f_one_b needs at least as many microbatches as stages: {microbatches} < {positions}"
-
-
-def _refuse_interleaved(_positions: int, _microbatches: int, virtual: int) -> str | None:
-    if virtual >= 2:
-        return None
-    return f"interleaved_1f1b needs at least 2 virtual stages per position, not {virtual}; with 1 it is one_f_one_b"
-
-
-def _held_interleaved(positions: int, microbatches: int, virtual: int) -> int:
-    largest = max(_groups(positions, microbatches))
-    return min(virtual * microbatches, (virtual - 1) * largest + 2 * (positions - 1) + 1)
+def placed(placement: Placement, positions: int, per_position: int) -> tuple[int, ...]:
+    """The position of each stage: around in a loop, or there and back in a V."""
+    return v_placement(positions) if placement == "v" else loop_placement(positions, per_position)
 
 
 @frozen
@@ -147,17 +72,23 @@ class ScheduleFamily:
     """One schedule of the language that this version generates and executes.
 
     `arguments` are the keyword arguments in the spec. `placement` is where stages go; `stages_per_position` is their count, or None if the
-    argument `virtual` says it. `build`, `held` and `refusal` take (positions, microbatches, virtual).
+    argument `virtual` says it. `build` makes the rows, for every count; `held` is the most activations (stage x microbatch) of a position and `step` the
+    time of a step in units, all by (positions, microbatches, virtual). `refusal` is why a spec may not ask for these counts, or None. `holds_all`:
+    the memory grows with the microbatches. `full` gives the least count that p positions work well with.
     """
 
     name: str
     summary: str
     arguments: tuple[str, ...]
     build: Callable[[int, int, int], Schedule]
-    held: Callable[[int, int, int], int]
+    held: Counts
+    step: Counts
     refusal: Callable[[int, int, int], str | None] | None = None
     placement: Placement = "loop"
     stages_per_position: int | None = 1
+    split: bool = False
+    holds_all: bool = False
+    full: Callable[[int], int] = lambda positions: positions
 
     @property
     def virtual(self) -> bool:
@@ -175,7 +106,11 @@ class ScheduleFamily:
         if positions < 1:
             return f"{self.name} needs at least 1 position, not {positions}"
         if not self.virtual and virtual != 1:
-            return f"{self.name} has 1 stage per position, so virtual = {virtual} has no meaning; interleaved_1f1b has virtual stages"
+            each = self.stages_per_position
+            return (
+                f"{self.name} has {each} stage{'s' if each != 1 else ''} per position, so virtual = {virtual} has no meaning; "
+                "interleaved_1f1b has virtual stages"
+            )
         return self.refusal(positions, microbatches, virtual) if self.refusal else None
 
     def generate(self, positions: int, microbatches: int, virtual: int = 1) -> Schedule:
@@ -198,53 +133,142 @@ class ScheduleFamily:
         return repeat(one, rounds)
 
     def bubble(self, positions: int, microbatches: int, virtual: int = 1) -> Fraction:
-        """Share of idle time for equal stages without latency, exact (formula at the top of this module)."""
-        v, p, m = self.per_position(virtual), positions, microbatches
-        return 1 - Fraction(v * m, v * max(m, p) + min(m, p) - 1)
+        """Share of idle time for equal stages without latency, exact."""
+        return 1 - Fraction(3 * self.per_position(virtual) * microbatches, self.step(positions, microbatches, virtual))
 
     def peak(self, positions: int, microbatches: int, virtual: int = 1) -> int:
-        """The most activations (stage x microbatch) that a position holds at once; the first position is the one."""
+        """The most activations (stage x microbatch) that any position holds at once."""
         return self.held(positions, microbatches, virtual)
 
     def valid_microbatches(self, positions: int, microbatches: int, virtual: int = 1) -> tuple[int, ...]:
         """Counts worth naming beside `microbatches`, ascending: accepted ones without the price that `advice` tells of.
 
-        If the count is accepted without advice, these are larger counts with a smaller bubble; else the multiples of p next to it.
+        If the count is accepted without advice, these are larger counts with a smaller bubble; else the next ones without the price.
         """
         p = positions
         if self.accepts(p, microbatches, virtual) is None and self.advice(p, microbatches, virtual) is None:
             return (2 * microbatches, 4 * microbatches)
-        below = max(microbatches, 1) // p * p
-        if below == 0:
-            return (p, 2 * p, 4 * p)
+        enough = self.full(p)
+        if microbatches < enough:
+            return (enough, 2 * enough, 4 * enough)
+        below = microbatches // p * p
         return (below, below + p)
 
     def advice(self, positions: int, microbatches: int, virtual: int = 1) -> str | None:
-        """What an accepted but awkward count costs, as the message of a warning, or None. Only interleaving has such counts.
+        """What an accepted but awkward count costs, as the message of a warning, or None.
 
-        Interleaving pays in bubble for fewer microbatches than positions, and in memory for counts that p does not divide.
+        Interleaving pays in bubble for fewer microbatches than positions, and in memory for counts that p does not divide. Schedules in a V that are made
+        for many microbatches pay in bubble for few.
         """
         p, m = positions, microbatches
-        if not self.virtual or self.accepts(p, m, virtual) is not None or m % p == 0:
+        if self.stages_per_position == 1 or p == 1 or self.accepts(p, m, virtual) is not None:
             return None
-        options = (p, 2 * p) if m < p else (m // p * p, m // p * p + p)
-        if m < p:
-            told = ", ".join(f"{n} of {_percent(self.bubble(p, n, virtual))}" for n in options)
+        enough = self.full(p)
+        if m < enough:
+            told = ", ".join(f"{n} of {_percent(self.bubble(p, n, virtual))}" for n in (enough, 2 * enough))
             return (
-                f"{self.name} cannot fill {p} positions with {m} microbatches: the bubble is {_percent(self.bubble(p, m, virtual))}; "
-                f"microbatches = {told}"
+                f"{self.name} cannot fill {p} positions with {m} microbatch{'' if m == 1 else 'es'}: "
+                f"the bubble is {_percent(self.bubble(p, m, virtual))}; microbatches = {told}"
             )
-        peak = self.peak(p, m, virtual)
+        if not self.virtual or self.holds_all or m % p == 0:
+            return None
+        options = (m // p * p, m // p * p + p)
         told = ", ".join(f"microbatches = {n} holds {self.peak(p, n, virtual)} ({_percent(self.bubble(p, n, virtual))})" for n in options)
         rounds = max(1, m // p)
         return (
             f"{m} microbatches are no multiple of {p} positions: {self.name} runs them in {rounds} round{'s' if rounds > 1 else ''} of up to "
-            f"{max(_groups(p, m))} and holds {peak} activations at once, with a bubble of {_percent(self.bubble(p, m, virtual))}; {told}"
+            f"{max(groups(p, m))} and holds {self.peak(p, m, virtual)} activations at once, "
+            f"with a bubble of {_percent(self.bubble(p, m, virtual))}; {told}"
         )
 
 
 def _percent(share: Fraction) -> str:
     return f"{round(100 * share)} %"
+
+
+# --- times and memory -----------------------------------------------------------------------------------------------------------------------
+
+
+def _whole(positions: int, microbatches: int, stages: int) -> int:
+    """Of every schedule with whole backwards here: the bubble is (p-1) / (v*m + p-1) for m >= p."""
+    p, m = positions, microbatches
+    return 3 * (stages * max(m, p) + min(m, p) - 1)
+
+
+@lru_cache(maxsize=1024)
+def _simulated(build: Callable[[int, int, int], Schedule], positions: int, microbatches: int, virtual: int) -> int:
+    made = build(positions, microbatches, virtual)
+    return int(simulate(made, StageCosts.equal(made.stages)).makespan)
+
+
+def _simulated_below(build: Callable[[int, int, int], Schedule], enough: Callable[[int], int]) -> Counts:
+    """Simulated for fewer microbatches than `enough`; every further one takes what its work takes."""
+
+    def step(positions: int, microbatches: int, virtual: int) -> int:
+        few = min(microbatches, enough(positions))
+        made = _simulated(build, positions, few, virtual)
+        stages = len(build(positions, 1, virtual).placement) // positions if microbatches > few else 0
+        return made + 3 * stages * (microbatches - few)
+
+    return step
+
+
+@lru_cache(maxsize=1024)
+def _counted(build: Callable[[int, int, int], Schedule], positions: int, microbatches: int) -> int:
+    most = 0
+    for row in build(positions, microbatches, 1).rows:
+        held = 0
+        for o in row:
+            held += {Op.FORWARD: 1, Op.BACKWARD_INPUT: 0}.get(o.op, -1)
+            most = max(most, held)
+    return most
+
+
+def _held_interleaved(positions: int, microbatches: int, virtual: int) -> int:
+    largest = max(groups(positions, microbatches))
+    return min(virtual * microbatches, (virtual - 1) * largest + 2 * (positions - 1) + 1)
+
+
+def _held_interleaved_zero_bubble(positions: int, microbatches: int, virtual: int) -> int:
+    return min(virtual * microbatches, (virtual - 1) * max(groups(positions, microbatches)) + positions)
+
+
+def _refuse_1f1b(positions: int, microbatches: int, _virtual: int) -> str | None:
+    if microbatches >= positions:
+        return None
+    return f"one_f_one_b needs at least as many microbatches as stages: {microbatches} < {positions}"
+
+
+def _refuse_one_chunk(name: str, instead: str) -> Callable[[int, int, int], str | None]:
+    def refusal(_positions: int, _microbatches: int, virtual: int) -> str | None:
+        if virtual >= 2:
+            return None
+        return f"{name} needs at least 2 virtual stages per position, not {virtual}; with 1 it is {instead}"
+
+    return refusal
+
+
+def _of_two(make: Callable[[int, int], Schedule]) -> Callable[[int, int, int], Schedule]:
+    def build(positions: int, microbatches: int, _virtual: int) -> Schedule:
+        return make(positions, microbatches)
+
+    return build
+
+
+# --- the families ---------------------------------------------------------------------------------------------------------------------------
+
+_GPIPE, _1F1B, _EAGER, _ZB1, _ZB2 = map(_of_two, (gpipe, one_f_one_b, eager_1f1b, zero_bubble, zero_bubble_2))
+_ZBV, _DUALPIPE, _HALF, _MIN = map(_of_two, (zbv, dualpipe_v, v_half, v_min))
+
+
+def _settled(positions: int) -> int:
+    """Microbatches after which a pattern repeats."""
+    return 3 * positions
+
+
+def _in_v(name: str, summary: str, build: Callable[[int, int, int], Schedule], held: Counts, full: Callable[[int], int]) -> ScheduleFamily:
+    step = _simulated_below(build, lambda p: max(full(p), _settled(p)))
+    return ScheduleFamily(name, summary, ("microbatches",), build, held, step, placement="v", stages_per_position=2, split=True, full=full)
 
 
 SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
@@ -255,15 +279,18 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 "gpipe",
                 "all forwards, then all backwards; holds all microbatches",
                 ("microbatches",),
-                lambda p, m, _v: gpipe(p, m),
+                _GPIPE,
                 lambda _p, m, _v: m,
+                lambda p, m, _v: _whole(p, m, 1),
+                holds_all=True,
             ),
             ScheduleFamily(
                 "one_f_one_b",
                 "forward and backward in turn; holds at most as many microbatches as there are stages",
                 ("microbatches",),
-                lambda p, m, _v: one_f_one_b(p, m),
+                _1F1B,
                 lambda p, m, _v: min(m, p),
+                lambda p, m, _v: _whole(p, m, 1),
                 _refuse_1f1b,
             ),
             ScheduleFamily(
@@ -272,8 +299,85 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 ("microbatches", "virtual"),
                 interleaved_1f1b,
                 _held_interleaved,
-                _refuse_interleaved,
+                _whole,
+                _refuse_one_chunk("interleaved_1f1b", "one_f_one_b"),
                 stages_per_position=None,
+            ),
+            ScheduleFamily(
+                "eager_1f1b",
+                "1F1B with twice as many microbatches in flight, which hides slow transfers",
+                ("microbatches",),
+                _EAGER,
+                lambda p, m, _v: min(m, 2 * p - 1),
+                lambda p, m, _v: _whole(p, m, 1),
+            ),
+            ScheduleFamily(
+                "looped_bfs",
+                "all microbatches through one stage of a position before its next; holds all, and gathers parameters seldom",
+                ("microbatches", "virtual"),
+                looped_bfs,
+                lambda _p, m, v: v * m,
+                _whole,
+                _refuse_one_chunk("looped_bfs", "gpipe"),
+                stages_per_position=None,
+                holds_all=True,
+            ),
+            ScheduleFamily(
+                "zero_bubble",
+                "1F1B with split backward: weight gradients fill the time in which positions would wait",
+                ("microbatches",),
+                _ZB1,
+                lambda p, m, _v: min(m, p),
+                lambda p, m, _v: 2 * m + p - 1 + max(m, p),
+                split=True,
+            ),
+            ScheduleFamily(
+                "zero_bubble_2",
+                "zero_bubble with twice as many microbatches in flight, which hides slow transfers",
+                ("microbatches",),
+                _ZB2,
+                lambda p, m, _v: min(m, 2 * p - 1),
+                _simulated_below(_ZB2, lambda p: 2 * p - 1),
+                split=True,
+            ),
+            ScheduleFamily(
+                "interleaved_zero_bubble",
+                "interleaved 1F1B with split backward",
+                ("microbatches", "virtual"),
+                interleaved_zero_bubble,
+                _held_interleaved_zero_bubble,
+                _simulated_below(interleaved_zero_bubble, lambda p: p),
+                _refuse_one_chunk("interleaved_zero_bubble", "zero_bubble"),
+                stages_per_position=None,
+                split=True,
+            ),
+            _in_v(
+                "zbv",
+                "split backward, two stages per position in a V; the bubble of zero_bubble, halved",
+                _ZBV,
+                lambda p, m, _v: min(2 * m, 2 * p),
+                lambda p: 2 * p - 1,
+            ),
+            _in_v(
+                "dualpipe_v",
+                "two overlapping streams, two stages per position in a V",
+                _DUALPIPE,
+                lambda p, m, _v: min(2 * m, 2 * p + 1),
+                lambda p: 2 * p,
+            ),
+            _in_v(
+                "v_half",
+                "split backward, two stages per position in a V; half of the memory of one_f_one_b",
+                _HALF,
+                lambda p, m, _v: _counted(_HALF, p, min(m, _settled(p))),
+                lambda p: p,
+            ),
+            _in_v(
+                "v_min",
+                "split backward, two stages per position in a V; a third of the memory of one_f_one_b",
+                _MIN,
+                lambda p, m, _v: _counted(_MIN, p, min(m, _settled(p))),
+                lambda p: p,
             ),
         )
     }
@@ -283,7 +387,7 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
 
 @frozen
 class PlannedFamily:
-    """A schedule that the language knows and this version does not execute yet."""
+    """A schedule that the language knows and that is not generated from counts alone: it is searched for, or not executed yet."""
 
     name: str
     summary: str
@@ -301,16 +405,16 @@ PLANNED: Mapping[str, PlannedFamily] = MappingProxyType(
     {
         family.name: family
         for family in (
-            PlannedFamily("looped_bfs", "all microbatches through one chunk before the next", ("microbatches", "virtual"), "loop", None),
-            PlannedFamily("interleaved_zero_bubble", "interleaved 1F1B with split backward", ("microbatches", "virtual"), "loop", None),
-            PlannedFamily("zbv", "split backward, two stages per position in a V", ("microbatches",), "v", 2),
-            PlannedFamily("dualpipe_v", "two overlapping streams, two stages per position in a V", ("microbatches",), "v", 2),
-            PlannedFamily("auto", "the best found for the given costs, latency and memory", ("microbatches",), "free", None),
             PlannedFamily("rows", "rows of operations from a file", ("file",), "free", None),
         )
     }
 )
 """The families to come, so that a checker can say so instead of calling them unknown."""
 
-FAMILIES: Mapping[str, ScheduleFamily | PlannedFamily] = MappingProxyType({**SCHEDULES, **PLANNED})
+SEARCHED: Mapping[str, PlannedFamily] = MappingProxyType(
+    {"auto": PlannedFamily("auto", "the best found for the given costs, latency and memory", ("microbatches", "hop", "split"), "free", None)}
+)
+"""The schedule that has no rows of its own: a plan searches for them, see `search`."""
+
+FAMILIES: Mapping[str, ScheduleFamily | PlannedFamily] = MappingProxyType({**SCHEDULES, **SEARCHED, **PLANNED})
 """All schedules that the language knows."""

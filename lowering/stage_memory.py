@@ -77,11 +77,12 @@ def _parameter_bytes(p: ParameterFacts, layout: ParameterLayout, shard: int, ten
 
 
 def fits_in(memory: StageMemory, limit: int, schedule: str, virtual: int, microbatches: int) -> Fits:
-    """Whether layers fit as a stage, for `cuts_for_sizes`. A position shares the limit among its `virtual` stages; `microbatches` of a round at most."""
+    """Whether layers fit as a stage, for `cuts_for_sizes`. A position shares the limit among its stages; `microbatches` of a round at most."""
+    each = SCHEDULES[schedule].per_position(virtual)
     held = _held(schedule, virtual, microbatches)
 
     def fits(stage: int, stages: int, start: int, stop: int) -> bool:
-        return memory.bytes(start, stop, held(stage, stages)) * virtual <= limit
+        return memory.bytes(start, stop, held(stage, stages)) * each <= limit
 
     return fits
 
@@ -95,7 +96,7 @@ def _held(schedule: str, virtual: int, microbatches: int) -> Callable[[int, int]
             return 1
         if schedule == "one_f_one_b":
             return min(microbatches, stages - stage)
-        positions = stages // virtual
-        return -(-SCHEDULES[schedule].held(positions, microbatches, virtual) // virtual)
+        each = SCHEDULES[schedule].per_position(virtual)
+        return -(-SCHEDULES[schedule].held(stages // each, microbatches, virtual) // each)
 
     return held

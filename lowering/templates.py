@@ -18,10 +18,11 @@ from pdsl.lowering.cuts import Cut, CutError, LayerCost, cut
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.makespan import makespan
 from pdsl.lowering.plan import Budget, StageCut, Template
-from pdsl.lowering.schedule import Operation, Schedule, ScheduleError, loop_placement
-from pdsl.lowering.schedules import SCHEDULES, single
+from pdsl.lowering.schedule import Operation, Schedule, ScheduleError
+from pdsl.lowering.schedules import SCHEDULES, Placement, placed, single
+from pdsl.lowering.searched import AUTO, searched_template
 
-__all__ = ["Fits", "balanced_cut", "cuts_for_sizes", "forward_flops", "schedule_for", "stage_cuts", "template_of"]
+__all__ = ["Fits", "balanced_cut", "cuts_for_sizes", "forward_flops", "rescheduled_cut", "schedule_for", "stage_cuts", "template_of"]
 
 Fits = Callable[[int, int, int, int], bool]
 """(stage, stages, start, stop) -> whether layers [start, stop) fit in memory as that stage. Fewer layers must fit where more do."""
@@ -36,12 +37,15 @@ _FEWEST_SCORED = 3  # below so many evaluations a search would only see its seed
 def schedule_for(family: str, positions: int, virtual: int, microbatches: int, rounds: int = 1) -> Schedule:
     """The rows for exactly that count of microbatches, few or many, equal for all `rounds` or not.
 
-    1F1B and interleaving take all at once; GPipe, which holds what it has begun, takes them in `rounds` parts that differ by one at most.
+    1F1B and interleaving take all at once; GPipe, which holds what it has begun, takes them in `rounds` parts that differ by one at most. `virtual`
+    is what the spec says: a family with two stages in a V on each position has them either way.
     """
-    if positions == 1 and virtual == 1:
+    known = SCHEDULES[family]
+    each_position = known.per_position(virtual)
+    if positions == 1 and each_position == 1:
         return single(microbatches)
-    build = SCHEDULES[family].build
-    parts = min(rounds, microbatches) if family == "gpipe" else 1
+    build = known.build
+    parts = min(rounds, microbatches) if known.holds_all else 1
     if parts == 1:
         return build(positions, microbatches, virtual)
     each, more = divmod(microbatches, parts)
@@ -52,12 +56,14 @@ def schedule_for(family: str, positions: int, virtual: int, microbatches: int, r
         for row, added in zip(rows, made.rows, strict=True):
             row += [Operation(o.op, o.stage, first + o.microbatch) for o in added]
         first += made.microbatches
-    return Schedule(family, positions * virtual, microbatches, loop_placement(positions, virtual), tuple(map(tuple, rows)))
+    places = placed(known.placement, positions, each_position)
+    return Schedule(family, len(places), microbatches, places, tuple(map(tuple, rows)))
 
 
-def stage_cuts(bounds: Cut, positions: int) -> tuple[StageCut, ...]:
-    """The stages of a cut, placed on positions in a loop."""
-    return tuple(StageCut(a, b, stage % positions) for stage, (a, b) in enumerate(bounds))
+def stage_cuts(bounds: Cut, positions: int, placement: Placement = "loop") -> tuple[StageCut, ...]:
+    """The stages of a cut, placed on positions in a loop or in a V."""
+    places = placed(placement, positions, len(bounds) // positions)
+    return tuple(StageCut(a, b, at) for (a, b), at in zip(bounds, places, strict=True))
 
 
 def template_of(budget: Budget, nodes: int, microbatches: int, rounds: int = 1) -> Template:
@@ -67,7 +73,13 @@ def template_of(budget: Budget, nodes: int, microbatches: int, rounds: int = 1) 
     """
     if microbatches < 1:
         raise ScheduleError(f"a pipeline takes at least 1 microbatch, not {microbatches}")
-    stages = budget.cut(nodes)
+    return rescheduled_cut(budget, budget.cut(nodes), microbatches, rounds)
+
+
+def rescheduled_cut(budget: Budget, stages: tuple[StageCut, ...], microbatches: int, rounds: int = 1) -> Template:
+    """The template of stages, which must be among the cuts of a budget whose schedule is searched for, for another count of microbatches."""
+    if budget.schedule == AUTO:
+        return searched_template(stages, budget.bases[budget.cuts.index(stages)], microbatches, rounds)
     positions = max(s.position for s in stages) + 1
     return Template(stages, schedule_for(budget.schedule, positions, len(stages) // positions, microbatches, rounds))
 
@@ -83,13 +95,16 @@ def forward_flops(facts: ModelFacts, stages: Iterable[StageCut]) -> tuple[int, .
 def cuts_for_sizes(
     facts: ModelFacts, sizes: Iterable[int], *, schedule: str = "one_f_one_b", virtual: int = 1, fits: Fits | None = None
 ) -> tuple[tuple[StageCut, ...] | None, ...]:
-    """The stages for each count of positions in turn, `virtual` stages on each; None where the layers or the memory do not allow so many or so few."""
+    """The stages for each count of positions in turn, as many on each as the schedule has (`virtual` if it says so), placed as it wants; None where
+    the layers or the memory do not allow so many or so few.
+    """
+    family = SCHEDULES[schedule]
     chain, sizes = _Chain.of(facts), tuple(sizes)
     steps = min(_MOST_STEPS, _ALL_STEPS // max(1, len(sizes)))
     found = []
     for positions in sizes:
         bounds = _cut(chain, positions, schedule, virtual, fits, steps)
-        found.append(stage_cuts(bounds, positions) if bounds is not None else None)
+        found.append(stage_cuts(bounds, positions, family.placement) if bounds is not None else None)
     return tuple(found)
 
 
@@ -120,7 +135,7 @@ def balanced_cut(
 
 
 def _cut(chain: _Chain, positions: int, schedule: str, virtual: int, fits: Fits | None, steps: int) -> Cut | None:
-    stages = positions * virtual
+    stages = positions * SCHEDULES[schedule].per_position(virtual)
     if not 1 <= stages <= chain.parts:
         return None
     evaluations = steps // (6 * stages * stages)

@@ -101,11 +101,12 @@ class MicrobatchesAgainstSchedule(Rule):
 
 class InterleavingRounds(Rule):
     """What it does
-        Checks interleaved schedules: at least two virtual stages, and a count of microbatches that fills rounds of whole pipelines.
+        Checks schedules with several stages on each position: at least two virtual stages where the spec says how many, and a count of microbatches
+        that fills the pipeline, in rounds of whole pipelines where the schedule has rounds.
 
     Why it is bad
         With one stage on each position nothing is interleaved. With a count that the number of positions does not divide, the rounds are longer
-        and hold more activations; with fewer microbatches than positions, positions idle.
+        and hold more activations; with fewer microbatches than the schedule is made for, positions idle.
 
     Example (bad)
         mesh { axis pp = 4 }
@@ -116,7 +117,7 @@ class InterleavingRounds(Rule):
         pipeline over pp { schedule = interleaved_1f1b(microbatches = 12, virtual = 2) }
 
     Fix
-        Take a multiple of the number of positions.
+        Take one of the counts that the message names.
     """
 
     code = "PDL403"
@@ -127,12 +128,12 @@ class InterleavingRounds(Rule):
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
         family, pipeline = _family(context), context.spec.pipeline
-        if family is None or pipeline is None or not family.virtual:
+        if family is None or pipeline is None:
             return
         p, m, v = context.positions, pipeline.microbatches, pipeline.virtual
         label = context.label(f"mesh.{pipeline.axis}", plural(p, "position"))
         reason = family.accepts(p, m, v)
-        if v < 2 and reason is not None:
+        if family.virtual and v < 2 and reason is not None:
             path = "pipeline.schedule.virtual"
             yield self.report(reason, context.place(path, "pipeline.schedule"), f"{v}{context.by(path)}", severity=Severity.ERROR)
             return
@@ -237,10 +238,10 @@ class ScheduleNotExecuted(Rule):
         No plan can be made for them yet.
 
     Example (bad)
-        pipeline over pp { schedule = zbv(microbatches = 8) }
+        pipeline over pp { schedule = auto(microbatches = 8) }
 
     Better
-        pipeline over pp { schedule = one_f_one_b(microbatches = 8) }
+        pipeline over pp { schedule = zero_bubble(microbatches = 8) }
 
     Fix
         Take one of the schedules that the message names.

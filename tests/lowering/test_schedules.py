@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdsl.lowering.schedule import Op, Operation, Schedule, ScheduleError, loop_placement, repeat, v_placement
 from pdsl.lowering.schedule_check import check_schedule, peak_activations, peak_in_flight
-from pdsl.lowering.schedules import PLANNED, SCHEDULES, gpipe, interleaved_1f1b, one_f_one_b, single
+from pdsl.lowering.schedules import SCHEDULES, gpipe, interleaved_1f1b, one_f_one_b, single
 
 
 def parsed(name: str, placement: tuple[int, ...], *rows: str) -> Schedule:
@@ -147,7 +147,11 @@ def test_gpipe_takes_one_microbatch_at_half_idle():
 def test_virtual_stages_belong_to_interleaving_alone():
     assert "virtual = 2 has no meaning" in (SCHEDULES["gpipe"].accepts(2, 4, 2) or "")
     assert "with 1 it is one_f_one_b" in (SCHEDULES["interleaved_1f1b"].accepts(2, 4, 1) or "")
-    assert [f.per_position(3) for f in SCHEDULES.values()] == [1, 1, 3]
+    assert {name: f.per_position(3) for name, f in SCHEDULES.items()} == {
+        **dict.fromkeys(("gpipe", "one_f_one_b", "eager_1f1b", "zero_bubble", "zero_bubble_2"), 1),
+        **dict.fromkeys(("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"), 3),
+        **dict.fromkeys(("zbv", "dualpipe_v", "v_half", "v_min"), 2),
+    }
 
 
 def test_interleaving_tells_what_an_awkward_count_costs():
@@ -164,13 +168,6 @@ def test_interleaving_tells_what_an_awkward_count_costs():
     assert family.valid_microbatches(4, 2, 2) == (4, 8, 16)
     assert family.valid_microbatches(4, 8, 2) == (16, 32)
     assert SCHEDULES["gpipe"].advice(4, 7) is None
-
-
-def test_schedules_to_come_are_known_by_name_and_placement():
-    assert set(PLANNED) == {"looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipe_v", "auto", "rows"}
-    assert not set(PLANNED) & set(SCHEDULES)
-    assert (PLANNED["zbv"].placement, PLANNED["zbv"].stages_per_position) == ("v", 2)
-    assert PLANNED["zbv"].reason == "zbv is planned, but not executed yet; gpipe, one_f_one_b, interleaved_1f1b are"
 
 
 def test_counts_below_one_are_refused_with_the_count():

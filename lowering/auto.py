@@ -13,18 +13,20 @@ from fractions import Fraction
 from attrs import frozen
 
 from pdsl.grammar.errors import PlanError
+from pdsl.lowering.budgets import stage_memory_of
 from pdsl.lowering.cuts import Cut
 from pdsl.lowering.facts import ModelFacts
-from pdsl.lowering.plan import StageCut, Template
+from pdsl.lowering.mesh import Mesh
+from pdsl.lowering.plan import ParameterLayout, StageCut, Template
 from pdsl.lowering.schedule import loop_placement, v_placement
 from pdsl.lowering.search import NothingFits, search
 from pdsl.lowering.search_report import ScheduleBasis
-from pdsl.lowering.searched import AUTO, candidate_of, template_from
+from pdsl.lowering.searched import candidate_of, template_from
 from pdsl.lowering.spec import PipelineSpec, Spec
 from pdsl.lowering.stage_memory import StageMemory
 from pdsl.lowering.templates import Fits, balanced_cut, forward_flops
 
-__all__ = ["AutoStages", "auto_template", "basis_of", "hop_of", "places_for", "searches", "splits"]
+__all__ = ["AutoStages", "auto_stages", "auto_template", "basis_of", "hop_of", "least_memory", "places_for", "splits"]
 
 _CUT_BY = (("zero_bubble", 1), ("interleaved_zero_bubble", 2), ("zbv", 2))
 """The schedules whose step time breaks ties between even cuts, for one stage, a loop of two and a V."""
@@ -46,9 +48,21 @@ class AutoStages:
     limit: int | None = None
 
 
-def searches(pipeline: PipelineSpec | None) -> bool:
-    """Whether the schedule is searched for."""
-    return pipeline is not None and pipeline.schedule.name == AUTO
+def auto_stages(
+    spec: Spec, facts: ModelFacts, layouts: tuple[ParameterLayout, ...], mesh: Mesh, *, positions: int, microbatches: int, of_step: int
+) -> AutoStages:
+    """What a spec asks for, in pipelines of `positions` positions with `microbatches` microbatches in a round; `of_step` over all pipelines in a step."""
+    assert spec.pipeline is not None
+    return AutoStages(
+        facts=facts,
+        positions=positions,
+        microbatches=microbatches,
+        rounds=spec.train.accumulate if spec.train is not None else 1,
+        hop=hop_of(spec.pipeline, facts, positions),
+        split=splits(spec, mesh.shard_size),
+        memory=stage_memory_of(spec, facts, layouts, mesh, of_step),
+        limit=spec.cluster.memory,
+    )
 
 
 def hop_of(pipeline: PipelineSpec, facts: ModelFacts, positions: int) -> Fraction:
@@ -125,6 +139,20 @@ def _caps(asked: AutoStages, stages: Sequence[StageCut], sizes: Sequence[int]) -
     return None
 
 
+def least_memory(asked: AutoStages, written: Cut | None = None) -> int | None:
+    """The least bytes of a device with which some placement has room for one microbatch on every position; None if that is not known."""
+    memory = asked.memory
+    if memory is None:
+        return None
+    needs = []
+    for stages in places_for(asked, written):
+        each = [0] * asked.positions
+        for s in stages:
+            each[s.position] += memory.bytes(s.start, s.stop, 1)
+        needs.append(max(each))
+    return min(needs, default=None)
+
+
 # --- templates ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -140,17 +168,11 @@ def auto_template(asked: AutoStages, written: Cut | None = None) -> Template:
     candidates = tuple(candidate_of(stages, basis) for stages, basis in zip(places, bases, strict=True))
     try:
         found = search(candidates, asked.microbatches * asked.rounds, hop=asked.hop, rounds=asked.rounds, split=asked.split)
-    except NothingFits as error:
-        raise PlanError(_no_room(error, asked)) from None
+    except NothingFits:
+        raise PlanError(_no_room(asked, written)) from None
     return template_from(places[found.candidate], found, asked.hop)
 
 
-def _no_room(error: NothingFits, asked: AutoStages) -> str:
-    limit = asked.limit
-    if limit is None:
-        return str(error)
-    position, need, cap = min(error.short, key=lambda short: (short[1] - short[2], short))
-    return (
-        f"no schedule fits in {limit} bytes of memory: position {position} takes {limit - cap + need} bytes with a single microbatch; "
-        f"memory = {limit - cap + need} would do"
-    )
+def _no_room(asked: AutoStages, written: Cut | None) -> str:
+    least = least_memory(asked, written)
+    return f"no schedule fits in {asked.limit} bytes of memory: with a single microbatch the fullest position takes {least}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdsl.grammar.errors import PlanError
-from pdsl.lowering.auto import searches
 from pdsl.lowering.elastic import Sizing, positions_range, sizing
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.mesh import Mesh, axis_roles, build_mesh
 from pdsl.lowering.plan import Budget, ParameterLayout, StageCut
 from pdsl.lowering.schedules import SCHEDULES
+from pdsl.lowering.searched import searches
 from pdsl.lowering.spec import CallValue, Quantity, Spec
 from pdsl.lowering.stage_memory import StageMemory, fits_in
 from pdsl.lowering.templates import Fits, cuts_for_sizes

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from attrs import evolve, frozen
 
 from pdsl.grammar.errors import PlanError
-from pdsl.lowering.auto import AutoStages, auto_template, basis_of, hop_of, searches, splits
-from pdsl.lowering.budgets import elastic_budget, fixed_budget, islands_of_node, loses, misfit, sizing_of, stage_memory_of
+from pdsl.lowering.auto import AutoStages, auto_stages, auto_template, basis_of
+from pdsl.lowering.budgets import elastic_budget, fixed_budget, islands_of_node, loses, misfit, sizing_of
 from pdsl.lowering.cuts import LayerCost, cut
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.instantiate import instantiate
@@ -31,6 +31,7 @@ from pdsl.lowering.plan import (
 )
 from pdsl.lowering.schedule import Schedule
 from pdsl.lowering.schedules import SCHEDULES, single
+from pdsl.lowering.searched import searches
 from pdsl.lowering.simulate import StageCosts, simulate
 from pdsl.lowering.spec import Spec, StageSpec
 from pdsl.lowering.templates import template_of
@@ -170,20 +171,9 @@ def _schedule(draft: _Draft, positions: int, microbatches: int) -> Schedule:
 
 
 def _auto_stages(draft: _Draft, positions: int, microbatches: int) -> AutoStages:
-    spec, pipeline = draft.spec, draft.spec.pipeline
-    assert pipeline is not None
     per_step = draft.budget is not None and not draft.asked  # then the lengths are not of one round
     total = sum(count for _, count in draft.lengths) * (1 if per_step else draft.rounds)
-    return AutoStages(
-        facts=draft.facts,
-        positions=positions,
-        microbatches=microbatches,
-        rounds=draft.rounds,
-        hop=hop_of(pipeline, draft.facts, positions),
-        split=splits(spec, draft.mesh.shard_size),
-        memory=stage_memory_of(spec, draft.facts, draft.layouts, draft.mesh, total),
-        limit=spec.cluster.memory,
-    )
+    return auto_stages(draft.spec, draft.facts, draft.layouts, draft.mesh, positions=positions, microbatches=microbatches, of_step=total)
 
 
 def _with_bases(draft: _Draft, budget: Budget) -> Budget:

@@ -10,11 +10,17 @@ from pdsl.lowering.plan import StageCut, Template
 from pdsl.lowering.search import Candidate, Found, NothingFits, placement_text, search
 from pdsl.lowering.search_report import ScheduleBasis, SearchReport
 from pdsl.lowering.simulate import flop_costs
+from pdsl.lowering.spec import PipelineSpec
 
-__all__ = ["AUTO", "candidate_of", "searched_template", "stand_in", "template_from"]
+__all__ = ["AUTO", "candidate_of", "searched_template", "searches", "stand_in", "template_from"]
 
 AUTO = "auto"
 """The name of the schedule that is searched for."""
+
+
+def searches(pipeline: PipelineSpec | None) -> bool:
+    """Whether the schedule is searched for."""
+    return pipeline is not None and pipeline.schedule.name == AUTO
 
 
 def searched_template(stages: Sequence[StageCut], basis: ScheduleBasis, microbatches: int, rounds: int = 1) -> Template:

@@ -238,7 +238,7 @@ class ScheduleNotExecuted(Rule):
         No plan can be made for them yet.
 
     Example (bad)
-        pipeline over pp { schedule = auto(microbatches = 8) }
+        pipeline over pp { schedule = rows("x.csv") }
 
     Better
         pipeline over pp { schedule = zero_bubble(microbatches = 8) }

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from pdsl.grammar.errors import ModelError
 
-__all__ = ["probe_batch", "read_rows", "stack_rows"]
+__all__ = ["is_indexed", "is_stream", "probe_batch", "read_rows", "stack_rows"]
 
 
-def probe_batch(dataset: Any, rows: int = 3) -> dict[str, Tensor]:
-    """The first rows of a data set as a batch. Raises ModelError if it is none, is empty, or if its rows are no dicts of tensors."""
-    if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "rows")):
+def is_indexed(dataset: Any) -> bool:
+    """Whether a data set has a length and gives rows by index. torch's iterable data sets inherit an index that only raises."""
+    by_index = hasattr(dataset, "__getitem__") or hasattr(dataset, "rows")
+    return hasattr(dataset, "__len__") and by_index and not isinstance(dataset, IterableDataset)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set only gives its rows one after another."""
+    return not is_indexed(dataset) and hasattr(dataset, "__iter__")
+
+
+def probe_batch(dataset: Any, rows: int = 3, shared: Sequence[str] = ()) -> dict[str, Tensor]:
+    """The first rows of a data set as a batch; what is read of an iterable is gone from it. `shared` are entries without rows.
+
+    Raises ModelError if it is no data set, is empty, or if its rows are no dicts of tensors.
+    """
+    if is_stream(dataset):
+        found = list(islice(iter(dataset), rows))
+        if not found:
+            raise ModelError("the data set is empty")
+        return stack_rows(found, range(len(found)), shared)
+    if not is_indexed(dataset):
         raise ModelError(
-            f"a {type(dataset).__name__} is no data set: that has a length, and gives row i by [i] or several by rows(indices)"
+            f"a {type(dataset).__name__} is no data set: that has a length and gives row i by [i] or several by rows(indices), or is iterable"
         )
     count = min(rows, len(dataset))
     if count == 0:
         raise ModelError("the data set is empty")
-    return read_rows(dataset, range(count))
+    return read_rows(dataset, range(count), shared)
 
 
 def read_rows(dataset: Any, indices: Sequence[int], shared: Sequence[str] = ()) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ class ElasticSession:
         self._objective = make_objective(plan.job)
         self._meeting = Meeting(link, plan.nodes, plan.silence, lambda lost: is_broken(self._plan, rank, lost))
         self._island = Island(plan, rank, self.device, self._meeting.interrupter)
-        self._keeper = Keeper(plan.saving, rank, self._event)
+        self._keeper = Keeper(plan.saving, rank, self._event, samples.consumed)
         self._part: Part | None = None
         self._staged: Staged | None = None
         self._gain: Gain | None = None  # of new pipelines over those that are left
@@ -160,7 +160,8 @@ class ElasticSession:
         asks, saved = self.link.change_asked, self._keeper.saved
         try:
             ids = self.samples.ids(self.steps_taken, rank_rows(self._plan, self.rank))
-            totals = engine.sum_up(self._partial.sums, ids, change=asks, seconds=self._seconds, saved=saved)
+            coming = self.samples.count(self.steps_taken + 1)
+            totals = engine.sum_up(self._partial.sums, ids, change=asks, seconds=self._seconds, saved=saved, coming=coming)
         except PeerFault as error:
             fault = str(error)
             engine.deliver()

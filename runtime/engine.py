@@ -37,7 +37,7 @@ _HASH_MASK = (1 << 63) - 1
 class Totals:
     """What all ranks agree on at the end of a step. `loss` and `squared` are sums before the division by `over`, the tokens that count (1 if
     samples are counted); `change` tells that some rank was asked to stop at this boundary; `seconds` are those of the slowest rank's step before; `saved` is the newest
-    step of which every rank has its share of a checkpoint on disk.
+    step of which every rank has its share of a checkpoint on disk; `coming` are the samples of the next step.
     """
 
     loss: float
@@ -47,6 +47,7 @@ class Totals:
     change: bool = False
     seconds: float = 0.0
     saved: int = 0
+    coming: int = 0
 
     @property
     def norm(self) -> float:
@@ -116,12 +117,23 @@ class Engine:
         return Share({name: tensor.to(self.groups.device) for name, tensor in ready.batch.items()}, ready.size, ready.counts)
 
     def sum_up(
-        self, sums: StepSums, ids: Mapping[int, Sequence[int]], *, change: bool = False, seconds: float = 0.0, saved: int = 0
+        self,
+        sums: StepSums,
+        ids: Mapping[int, Sequence[int]],
+        *,
+        change: bool = False,
+        seconds: float = 0.0,
+        saved: int = 0,
+        coming: int = 0,
     ) -> Totals:
-        """Wait for the gradients of all ranks and agree on the numbers of the step. Raises RunError if a peer is gone or silent."""
+        """Wait for the gradients of all ranks and agree on the numbers of the step. `coming` are the samples that this rank sees for the next one.
+
+        Raises RunError if a peer is gone or silent, or if ranks see different data.
+        """
         with in_words(lambda: f"at the sums of step {self.step}", self.plan.silence):
             self.gradients = self.reducer.finish()
-            totals = self._agree(sums, self.reducer.squared_norm(self.gradients), ids, change=change, seconds=seconds, saved=saved)
+            squared = self.reducer.squared_norm(self.gradients)
+            totals = self._agree(sums, squared, ids, change=change, seconds=seconds, saved=saved, coming=coming)
             self.executor.settle()
             return totals
 
@@ -156,7 +168,7 @@ class Engine:
         self.draws.begin_pass(microbatch, range(start, start + size))
 
     def _agree(
-        self, sums: StepSums, squared: float, ids: Mapping[int, Sequence[int]], *, change: bool, seconds: float, saved: int
+        self, sums: StepSums, squared: float, ids: Mapping[int, Sequence[int]], *, change: bool, seconds: float, saved: int, coming: int
     ) -> Totals:
         """The sums over all ranks, equal to the bit on each: every rank adds the same numbers in the same order."""
         at = self.plan.coordinate(self.program.rank)
@@ -166,14 +178,26 @@ class Engine:
         loss, tokens = (sums.loss, sums.tokens) if counts else (0.0, 0)
         if self.groups.control is not None:
             numbers = torch.tensor([loss, squared, seconds], dtype=torch.float64).view(torch.int64)
-            mine = torch.cat([numbers, torch.tensor([tokens, digest, change, saved], dtype=torch.int64)]).to(self.groups.device)
+            mine = torch.cat([numbers, torch.tensor([tokens, digest, change, saved, coming], dtype=torch.int64)]).to(self.groups.device)
             everyone = torch.stack(self.groups.control.gather(mine)).cpu()
             floats = everyone[:, :3].contiguous().view(torch.float64)
             loss, squared = floats[:, :2].sum(dim=0).tolist()
             seconds = float(floats[:, 2].max())
             tokens, digest = int(everyone[:, 3].sum()), sum(everyone[:, 4].tolist()) & _HASH_MASK
             change, saved = bool(everyone[:, 5].any()), int(everyone[:, 6].min())
-        return Totals(loss, squared, float(tokens) if self.objective.over_tokens else 1.0, digest, change, seconds, saved)
+            _same_data(self.plan, self.step, everyone[:, 7].tolist())
+        return Totals(loss, squared, float(tokens) if self.objective.over_tokens else 1.0, digest, change, seconds, saved, coming)
+
+
+def _same_data(plan: Plan, step: int, coming: Sequence[int]) -> None:
+    """All ranks read one stream; who sees its end alone would leave the others waiting."""
+    if len(set(coming)) == 1:
+        return
+    least, most = coming.index(min(coming)), coming.index(max(coming))
+    raise RunError(
+        f"the data is not the same on all ranks: for step {step + 1} rank {plan.ranks[least]} reads {coming[least]} samples and rank "
+        f"{plan.ranks[most]} reads {coming[most]}; every rank reads all of an iterable and takes its rows, so it must not split itself by rank"
+    )
 
 
 def _draws(plan: Plan, rank: int, device: torch.device) -> Draws:

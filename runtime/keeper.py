@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import Plan, Saving
 from pdsl.runtime.checkpoint import Checkpoint, keep, latest
 from pdsl.runtime.groups import CrossGroup
@@ -18,10 +19,10 @@ __all__ = ["Keeper"]
 
 
 class Keeper:
-    """`saving` is None if the spec asks for no checkpoints; then nothing is saved and nothing found."""
+    """`saving` is None if the spec asks for no checkpoints; then nothing is saved and nothing found. `consumed` tells the samples of so many steps."""
 
-    def __init__(self, saving: Saving | None, rank: int, on_event: Callable[..., None]) -> None:
-        self._saving, self._rank, self._on_event = saving, rank, on_event
+    def __init__(self, saving: Saving | None, rank: int, on_event: Callable[..., None], consumed: Callable[[int], int]) -> None:
+        self._saving, self._rank, self._on_event, self._consumed = saving, rank, on_event, consumed
         self._under_way: Save | None = None
         self._started = 0
         self._marked = 0
@@ -58,7 +59,11 @@ class Keeper:
         self._marked = saved
         if self._rank != plan.ranks[0]:
             return
-        self._marking = Thread(target=self._mark, args=(self._saving, saved, {"seed": plan.job.seed, "batch": plan.job.batch}), daemon=True)
+        self._marking = Thread(
+            target=self._mark,
+            args=(self._saving, saved, {"seed": plan.job.seed, "batch": plan.job.batch, "samples": self._consumed(saved)}),
+            daemon=True,
+        )
         self._marking.start()
 
     def _mark(self, saving: Saving, step: int, metadata: Mapping[str, Any]) -> None:
@@ -86,7 +91,10 @@ class Keeper:
             self._marking.join(seconds)
 
     def find(self, store: dist.Store, *, tells: bool) -> Checkpoint | None:
-        """The newest whole checkpoint, the same on all ranks: the one that `tells` looks, the others take its step."""
+        """The newest whole checkpoint, the same on all ranks: the one that `tells` looks, the others take its step.
+
+        Raises RunError if as many steps of this run take another number of samples: it would repeat some, or skip some.
+        """
         if self._saving is None:
             return None
         if tells:
@@ -95,4 +103,10 @@ class Keeper:
         step = int(store.get("checkpoint"))
         self._marked = self._started = max(step, 0)
         self._under_way = None
-        return latest(self._saving.path, before=step + 1) if step >= 0 else None
+        found = latest(self._saving.path, before=step + 1) if step >= 0 else None
+        if found is not None and found.metadata.get("samples", self._consumed(found.step)) != self._consumed(found.step):
+            raise RunError(
+                f"the checkpoint of step {found.step} was written after {found.metadata['samples']} samples, and {found.step} steps of this run take "
+                f"{self._consumed(found.step)}: samples would be repeated or skipped; batch, last and data must be those of the run that wrote it"
+            )
+        return found

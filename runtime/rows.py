@@ -64,6 +64,10 @@ class Samples(Protocol):
         """Samples of a step, the same on every rank: a batch, fewer in one that is not full, none if the data ended before."""
         ...
 
+    def consumed(self, steps: int) -> int:
+        """Samples of the first so many steps together."""
+        ...
+
     def ids(self, step: int, places: Mapping[int, range]) -> dict[int, Sequence[int]]:
         """Ids of the samples at the places of each microbatch."""
         ...

@@ -154,14 +154,14 @@ class Session:
         each = self.plan.rows_per_rank
         return self.step_shares(StepRows({m: Share(batch, each) for m, batch in rows.items()}, self.plan.job.batch), ids)
 
-    def step_shares(self, rows: StepRows, ids: Mapping[int, Sequence[int]]) -> StepResult:
-        """As `step`, with what a source of samples gives for this rank, and the ids of the samples in each microbatch."""
+    def step_shares(self, rows: StepRows, ids: Mapping[int, Sequence[int]], coming: int = 0) -> StepResult:
+        """As `step`, with what a source of samples gives for this rank, the ids of the samples in each microbatch, and how many the next step will have."""
         if self._closed:
             raise RunError("the session is closed: it takes no more steps")
         begin = time.perf_counter()
         engine = self.engine
         engine.step = self.steps_taken
-        totals = engine.sum_up(engine.compute(rows), ids)
+        totals = engine.sum_up(engine.compute(rows), ids, coming=coming)
         engine.apply(totals)
         self.steps_taken += 1
         return StepResult.of(self.steps_taken - 1, totals, rows.samples, time.perf_counter() - begin)

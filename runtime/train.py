@@ -60,7 +60,8 @@ def train_rank(
             if not samples.count(step):
                 reporter.ends(step)
                 break
-            result = session.step_shares(samples.take(step, session.places), samples.ids(step, session.places))
+            rows, ids = samples.take(step, session.places), samples.ids(step, session.places)
+            result = session.step_shares(rows, ids, samples.count(step + 1))
             losses.append(result.loss)
             seconds += result.seconds
             consumed += result.samples

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+from multiprocessing import current_process
+
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
+from pdsl.data import python_source
 from tests.user_models import Rows
 
-__all__ = ["own_loss", "own_token_loss", "vectors", "words", "words_rows"]
+__all__ = ["again", "failing", "once", "own_loss", "own_token_loss", "split_by_process", "text", "vectors", "words", "words_rows"]
 
 
 class _Residual(nn.Module):
@@ -69,3 +75,63 @@ def words_rows(size: int, empty: int = 0) -> Rows:
     for row in range(size):
         target[row, 0 if row < empty else row % 3 + 1 :] = -100
     return Rows(x=torch.randn(size, 3, 8, generator=generator), target=target)
+
+
+class _Once:
+    """A stream that is its own iterator: it ends when it has given `size` rows."""
+
+    def __init__(self, size: int) -> None:
+        self._rows = iter([vectors(size)[i] for i in range(size)])
+
+    def __iter__(self) -> _Once:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        return next(self._rows)
+
+
+def once(size: int) -> _Once:
+    return _Once(size)
+
+
+class _Again(IterableDataset[dict[str, Tensor]]):
+    """A stream that begins anew whenever it is asked to."""
+
+    def __init__(self, size: int) -> None:
+        self._data = vectors(size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self._data[i] for i in range(len(self._data)))
+
+
+def again(size: int) -> _Again:
+    return _Again(size)
+
+
+def split_by_process(size: int) -> _Once:
+    """A stream that is a batch shorter in every second process."""
+    return _Once(size - 8 * current_process().name.endswith("1"))
+
+
+class _Failing(_Again):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from islice(super().__iter__(), 12)
+        raise OSError("the disk is gone")
+
+
+def failing(size: int) -> _Failing:
+    return _Failing(size)
+
+
+class _Text:
+    """Forty rows of text, one after another, as often as asked."""
+
+    def __init__(self, context: int) -> None:
+        self._data = python_source(context=context, limit=40 * context + 1)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self._data[i] for i in range(len(self._data)))
+
+
+def text(context: int) -> _Text:
+    return _Text(context)

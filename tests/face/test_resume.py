@@ -25,8 +25,8 @@ pipeline over pp {{ schedule = one_f_one_b(microbatches = 2) }}
 fault_budget {{ lose = 1; silence = 20s }}
 checkpoint {{ path = "{saved}"; every = 3 }}
 train {{
-  data = source("pdsl.data:python_source", context = 8)
-  batch = 8; steps = 6; optimizer = adamw(lr = 1e-2); seed = 3
+  data = source("{data}", context = 8)
+  batch = {batch}; steps = 6; optimizer = adamw(lr = 1e-2); seed = 3
 }}
 """
 
@@ -37,17 +37,18 @@ def steps_in(metrics):
 
 
 @pytest.mark.timeout(300)
-def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_nodes(tmp_path, capfd):
+@pytest.mark.parametrize("data", ["pdsl.data:python_source", "tests.batch_models:text"])
+def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_nodes(tmp_path, capfd, data):
     file, saved, metrics = tmp_path / "x.pdsl", tmp_path / "saved", tmp_path / "metrics.jsonl"
     argv = ["run", str(file), "--resume", "--metrics", str(metrics)]
-    file.write_text(SPEC.format(nodes=2, saved=saved))
+    file.write_text(SPEC.format(nodes=2, saved=saved, data=data, batch=8))
     assert main(argv) == 0
     out, err = capfd.readouterr()
     assert f"there is no checkpoint in {saved} yet: training begins with the first step" in err
     assert "6 steps, 48 samples in" in out
     whole = steps_in(metrics)
 
-    file.write_text(SPEC.format(nodes=3, saved=saved))
+    file.write_text(SPEC.format(nodes=3, saved=saved, data=data, batch=8))
     assert main(argv) == 1
     assert "the checkpoint is of step 6, and the run has 6 steps: none is left to take; more steps would do" in capfd.readouterr().err
 
@@ -60,6 +61,11 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_nodes(tmp_path, 
     assert list(rest) == [3, 4, 5]
     assert [digest for _, digest in rest.values()] == [whole[s][1] for s in (3, 4, 5)]
     assert [loss for loss, _ in rest.values()] == pytest.approx([whole[s][0] for s in (3, 4, 5)], rel=1e-6)
+
+    file.write_text(SPEC.format(nodes=2, saved=saved, data=data, batch=4))
+    assert main(argv) == 1
+    told = "the checkpoint of step 6 was written after 48 samples, and 6 steps of this run take 24: samples would be repeated or skipped"
+    assert told in capfd.readouterr().err
 
 
 @pytest.fixture
@@ -82,6 +88,13 @@ def test_what_cannot_be_resumed_says_why(plan):
 
 def test_the_agent_of_a_node_refuses_it_too(tmp_path, capsys):
     file = tmp_path / "x.pdsl"
-    file.write_text("\n".join(line for line in SPEC.format(nodes=2, saved="saved").splitlines() if "checkpoint" not in line) + "\n")
+    file.write_text(
+        "\n".join(
+            line
+            for line in SPEC.format(nodes=2, saved="saved", data="pdsl.data:python_source", batch=8).splitlines()
+            if "checkpoint" not in line
+        )
+        + "\n"
+    )
     assert main(["agent", str(file), "--rendezvous", "127.0.0.1:1", "--resume"]) == 1
     assert "the spec has no checkpoint block" in capsys.readouterr().err

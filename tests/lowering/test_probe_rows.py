@@ -42,7 +42,8 @@ def test_a_data_set_may_make_its_batches_itself():
         ([{"x": None}], 'entry "x" of a row is a NoneType'),
         ([{"x": torch.zeros(3)}, {"x": torch.zeros(4)}], r'entry "x" is \(3,\) in row 0 and \(4,\) in row 1: rows are stacked, so pad'),
         ([{"x": 1, "y": 2}, {"x": 1}], "row 1 has the entries x, row 0 has x, y"),
-        ((row for row in ()), "a generator is no data set: that has a length"),
+        ((row for row in ()), "the data set is empty"),
+        (object(), "a object is no data set: that has a length"),
         (None, "a NoneType is no data set"),
     ],
 )

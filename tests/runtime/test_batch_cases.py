@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import pdsl
-from pdsl.grammar.errors import RunError
+from pdsl.grammar.errors import ModelError, RunError
 from pdsl.lowering.plan import Plan
+from pdsl.runtime.feed import IndexedSamples, StreamSamples
 from pdsl.runtime.rows import shares, step_indices, steps_per_epoch
 from pdsl.runtime.train import train_rank
 from pdsl.runtime.verify import assemble, verify_rank
@@ -159,3 +160,83 @@ def test_case_18_a_padded_batch_has_the_gradients_of_its_samples_alone(
     steps = steps_per_epoch(size, batch, pad=True)
     expected = one_process(model, batch_models.vectors(size), [list(step_indices(0, s, size, batch, pad=True)) for s in range(steps)])
     equal(plan, pool.run(_verified, plan.world_size, plan.to_json(), steps), expected)
+
+
+# --- losses over tokens -----------------------------------------------------------------------------------------------------------------------
+
+TOKEN_PLACEMENTS = [("axis dp = 2", FULL), ("axis fsdp = 2", SHARDED), ("axis pp = 2; axis fsdp = 2", f"{SHARDED}\n{piped(2)}")]
+
+
+@pytest.mark.parametrize(("axes", "blocks"), TOKEN_PLACEMENTS)
+@pytest.mark.parametrize("model", ["tokens", "own tokens"])
+@pytest.mark.parametrize("empty", [0, 5])
+def test_rows_without_a_token_that_counts_weigh_nothing(pool: Pool, model: str, axes: str, blocks: str, empty: int) -> None:
+    """Five rows of 12 have no such token, so some microbatch has none at all: its own mean is 0 / 0."""
+    plan = compiled(axes, model, f'words_rows", size = 12, empty = {empty}', blocks=blocks, train="last = pad")
+    expected = one_process(model, batch_models.words_rows(12, empty), [list(step_indices(0, s, 12, 8, pad=True)) for s in range(2)])
+    equal(plan, pool.run(_verified, plan.world_size, plan.to_json(), 2), expected)
+
+
+def test_a_batch_without_any_token_has_no_mean(pool: Pool) -> None:
+    plan = compiled("axis dp = 2", "tokens", 'words_rows", size = 8, empty = 8')
+    with pytest.raises(RunError, match="no token of the batch counts"):
+        pool.run(_trained, 2, plan.to_json())
+
+
+# --- data that ends ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("last", "sizes"), [("drop", [8, 8]), ("pad", [8, 8, 5])])
+@pytest.mark.parametrize(("axes", "blocks"), [("axis dp = 2", FULL), ("axis fsdp = 2", SHARDED), ("axis pp = 2", piped(2))])
+def test_case_20_all_ranks_stop_where_the_data_ends(pool: Pool, axes: str, blocks: str, last: str, sizes: list[int]) -> None:
+    plan = compiled(axes, "own loss", 'once", size = 21', blocks=blocks, steps=100, train=f"last = {last}")
+    ranks = pool.run(_trained, 2, plan.to_json())
+    batches = [list(range(8 * i, 8 * i + n)) for i, n in enumerate(sizes)]
+    expected = one_process("own loss", batch_models.vectors(21), batches)
+    for rank in ranks:
+        assert (rank["steps"], rank["samples"]) == (len(sizes), sum(sizes))
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def test_data_that_can_be_iterated_again_has_epochs(pool: Pool) -> None:
+    plan = compiled("axis dp = 2", "own loss", 'again", size = 20', steps=5)
+    ranks = pool.run(_verified, 2, plan.to_json(), 5)
+    equal(plan, ranks, one_process("own loss", batch_models.vectors(20), [[*range(8 * (i % 2), 8 * (i % 2) + 8)] for i in range(5)]))
+
+
+def test_case_20_ranks_that_see_different_ends_say_so_and_do_not_hang(pool: Pool) -> None:
+    plan = compiled("axis dp = 2", "own loss", 'split_by_process", size = 24', steps=100)
+    with pytest.raises(RunError, match=r"the data is not the same on all ranks: for step 2 rank 1 reads 0 samples and rank 0 reads 8"):
+        pool.run(_trained, 2, plan.to_json())
+
+
+def test_data_that_raises_is_told_with_its_reason(pool: Pool) -> None:
+    plan = compiled("axis dp = 2", "own loss", 'failing", size = 24')
+    with pytest.raises(ModelError, match="reading the data raised OSError: the disk is gone"):
+        pool.run(_trained, 2, plan.to_json())
+
+
+def test_data_that_is_no_batch_is_an_error() -> None:
+    with pytest.raises(RunError, match=r"the data ended before the first batch of 8: it gave 5 samples; .*pad"):
+        StreamSamples(lambda: batch_models.once(5), batch=8, pad=False)
+    assert StreamSamples(lambda: batch_models.once(5), batch=8, pad=True).count(0) == 5
+    with pytest.raises(RunError, match="it gave 0 samples"):
+        StreamSamples(lambda: batch_models.again(0), batch=8, pad=True)
+
+
+def test_a_stream_gives_a_step_again_and_goes_back_by_reading_anew() -> None:
+    samples = StreamSamples(lambda: batch_models.once(50), batch=8, pad=True)
+    whole = {0: range(8)}
+    first = samples.take(0, whole).shares[0].batch["x"]
+    assert [samples.count(s) for s in range(9)] == [8, 8, 8, 8, 8, 8, 2, 0, 0]
+    assert samples.ids(6, {0: range(4), 1: range(4, 8)}) == {0: [48, 49], 1: []}
+    assert torch.equal(samples.take(0, whole).shares[0].batch["x"], first)
+    assert samples.consumed(3) == 24
+    assert samples.consumed(20) == 50
+
+
+@pytest.mark.parametrize(("pad", "consumed"), [(False, [0, 8, 16, 24, 32]), (True, [0, 8, 16, 20, 28])])
+def test_samples_consumed_follow_from_the_steps(pad: bool, consumed: list[int]) -> None:
+    samples = IndexedSamples(batch_models.vectors(20), seed=0, batch=8, pad=pad)
+    assert [samples.consumed(s) for s in range(5)] == consumed
+    assert consumed == [sum(samples.count(s) for s in range(n)) for n in range(5)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import lru_cache
 
+from pdsl.grammar.errors import PlanError
 from pdsl.lowering.buckets import rank_buckets
 from pdsl.lowering.plan import Plan, Template
 from pdsl.lowering.program import Action, ActionKind, Bucket, Program
 from pdsl.lowering.schedule import Op, Operation
-from pdsl.lowering.simulate import StageCosts, Timeline, simulate
+from pdsl.lowering.simulate import StageCosts, Timeline, flop_costs, simulate
 from pdsl.lowering.transfers import Receive, Row, Send, Transfer, transfer_order
 
 __all__ = ["program", "programs", "stage_costs", "template_timeline"]
@@ -24,15 +25,15 @@ _COMPUTE = {
 
 def stage_costs(plan: Plan, template: Template) -> StageCosts:
     """Modelled cost of each stage: FLOPs per sample of a forward, the same again for each half of the backward. A stage without FLOPs
-    counts as one, so that order and bubble stay defined.
+    counts as one, so that order and bubble stay defined. Nobody waits for an input gradient of the first stage, so its weight half does all.
     """
     forward = tuple(Fraction(max(1, sum(layer.flops for layer in plan.facts.layers[s.start : s.stop]))) for s in template.stages)
-    return StageCosts(forward=forward, backward_input=forward, backward_weight=forward)
+    return flop_costs(forward)
 
 
 @lru_cache(maxsize=64)
 def _timeline(template: Template, costs: StageCosts) -> Timeline:
-    return simulate(template.schedule, costs)
+    return simulate(template.schedule, costs, template.search.hop if template.search is not None else 0)
 
 
 def template_timeline(plan: Plan, template: Template) -> Timeline:
@@ -51,7 +52,7 @@ def programs(plan: Plan) -> tuple[Program, ...]:
 
 
 def program(plan: Plan, rank: int) -> Program:
-    """The program of one rank. Raises KeyError for a rank outside the plan."""
+    """The program of one rank. Raises KeyError for a rank outside the plan, PlanError if its schedule does not go with how layers are sharded."""
     at = plan.coordinate(rank)
     pipeline = plan.pipelines[at.pipeline]
     buckets = rank_buckets(plan, rank)
@@ -64,6 +65,7 @@ def program(plan: Plan, rank: int) -> Program:
         return pipeline.islands[position][index_in_island]
 
     row = _rows(template, stage_costs(plan, template))[at.position]
+    _check_units(plan, template)
     last_backward = _last_backward(row)
     unsharded: set[int] = set()
     done: set[int] = set()
@@ -92,6 +94,17 @@ def program(plan: Plan, rank: int) -> Program:
         actions += [Action(ActionKind.REDUCE, item.stage, bucket=b) for b in ready]
     actions.append(Action(ActionKind.STEP))
     return Program(rank, tuple(actions), _checked(buckets, issued))
+
+
+def _check_units(plan: Plan, template: Template) -> None:
+    """Raises PlanError if the units that a half left whole would be gone, or reduced, before the other half. torch computes wrong gradients then."""
+    halves = any(o.op is Op.BACKWARD_WEIGHT for row in template.schedule.rows for o in row)
+    if not halves or plan.shard_size == 1 or not (plan.reshard or plan.sharding.every):
+        return
+    key = "reshard = true" if plan.reshard else "sync = every"
+    raise PlanError(
+        f"{template.schedule.name} runs backwards in halves, between which sharded layers stay whole: memory {{ {key} }} cannot be had with it"
+    )
 
 
 def _bystander(plan: Plan, rank: int, buckets: tuple[Bucket, ...]) -> Program:

@@ -7,6 +7,7 @@ shard      PDL3: patterns and layouts against the parameters of the model
 units      PDL3: when sharded parameters are gathered and reduced
 tensor     PDL3: layouts over tensor axes against their shapes
 pipeline   PDL4: schedule and batch
+halves     PDL4: schedules whose backwards come in halves
 stages     PDL4: stages against the layers of the model
 budget     PDL5: what a loss within the fault budget leaves
 training   PDL8: the objective against the model
@@ -16,12 +17,12 @@ general    PDL9: the check itself, and what is not executed yet
 from __future__ import annotations
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.lowering.rules import budget, general, language, mesh, pipeline, shard, stages, tensor, training, units
+from pdsl.lowering.rules import budget, general, halves, language, mesh, pipeline, shard, stages, tensor, training, units
 from pdsl.lowering.rules.base import Context, Rule
 
 __all__ = ["RULES", "explain", "rule", "run_rules"]
 
-_MODULES = (language, mesh, shard, units, tensor, pipeline, stages, budget, training, general)
+_MODULES = (language, mesh, shard, units, tensor, pipeline, halves, stages, budget, training, general)
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(

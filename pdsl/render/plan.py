@@ -21,6 +21,7 @@ from pdsl.lowering.proof import prove
 from pdsl.lowering.spec import Spec
 from pdsl.render.proof import render_proof
 from pdsl.render.schedule import draw_schedule
+from pdsl.render.search import render_search
 from pdsl.render.terminal import (
     PLAIN,
     Terminal,
@@ -251,12 +252,14 @@ def _schedules(plan: Plan, report: CostReport, terminal: Terminal) -> list[str]:
         counts = f"{plural(schedule.positions, 'position')}, {plural(schedule.microbatches, 'microbatch', 'microbatches')}"
         lines.append(f"  {where}{schedule.name}, {counts}, bubble {percent(report.templates[index].bubble)}")
         lines += draw_schedule(schedule, template_timeline(plan, template), terminal)
+        lines += render_search(template.search, terminal) if template.search is not None else []
     slower = report.step_time / report.ideal if report.ideal else Fraction(1)
+    transfers = "as slow as the schedule says" if any(t.search is not None and t.search.hop for t in plan.templates) else "free"
     waits = f"; all ranks together idle {percent(report.bubble)}" if len(plan.templates) > 1 else ""
     return [
         *lines,
         *wrapped(
-            f"modelled step: {decimal(slower)} x the work spread evenly{waits} (backward = 2 x forward, transfers free)",
+            f"modelled step: {decimal(slower)} x the work spread evenly{waits} (backward = 2 x forward, transfers {transfers})",
             terminal.width,
             "  ",
         ),

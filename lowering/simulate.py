@@ -6,23 +6,49 @@ busy. With costs of int and Fraction everything is exact. One visit per operatio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from math import lcm
+from typing import TypeAlias
 
 from attrs import frozen
 
 from pdsl.lowering.schedule import Number, Op, Operation, Schedule, ScheduleError
 
-__all__ = ["StageCosts", "StuckSchedule", "Timeline", "flop_costs", "simulate"]
+__all__ = ["StageCosts", "StuckSchedule", "Timeline", "Waiting", "Where", "at_action", "flop_costs", "simulate"]
+
+
+Where: TypeAlias = Callable[[int, int | None], str]
+"""The words for a place in the rows: (position, index in its row, or None for the whole row)."""
+
+
+def at_action(position: int, index: int | None) -> str:
+    """A place in the words of a plan: `position 1, action 6`, counted from 0."""
+    return f"position {position}" if index is None else f"position {position}, action {index}"
+
+
+@frozen
+class Waiting:
+    """The operation at (position, index) waits for ever for `needed`, which is at `source`, or in no row."""
+
+    position: int
+    index: int
+    operation: Operation
+    needed: str
+    source: tuple[int, int] | None
+
+    def text(self, where: Where = at_action) -> str:
+        there = f"{self.needed} ({where(*self.source)})" if self.source is not None else f"{self.needed}, which is in no row"
+        return f"{where(self.position, self.index)}: {self.operation} waits for {there}"
 
 
 class StuckSchedule(ScheduleError):
-    """The rows cannot be run to their end. `blocked` has one line for each position that waits for ever."""
+    """The rows cannot be run to their end. `waiting` has one entry for each position that waits for ever, `blocked` the same in words."""
 
-    def __init__(self, blocked: tuple[str, ...]) -> None:
-        super().__init__(blocked)
-        self.blocked = blocked
+    def __init__(self, waiting: tuple[Waiting, ...]) -> None:
+        super().__init__(waiting)
+        self.waiting = waiting
+        self.blocked = tuple(w.text() for w in waiting)
 
     def __str__(self) -> str:
         return "the schedule does not progress: " + "; ".join(self.blocked)
@@ -197,18 +223,14 @@ def _slot_and_needs(o: Operation, stages: int, m: int) -> tuple[int, tuple[int, 
     return size + at, (at, size + at + m) if o.stage + 1 < stages else (at,)
 
 
-def _blocked(schedule: Schedule, reached: Sequence[int], waits: dict[int, int]) -> tuple[str, ...]:
-    """One line per position that stands still: where, on what, and who should have computed it."""
+def _blocked(schedule: Schedule, reached: Sequence[int], waits: dict[int, int]) -> tuple[Waiting, ...]:
+    """One entry per position that stands still: where, on what, and who should have computed it."""
     stages, m = schedule.stages, schedule.microbatches
     where = {_slot_and_needs(o, stages, m)[0]: (p, i, o) for p, row in enumerate(schedule.rows) for i, o in enumerate(row)}
-    lines = []
+    found = []
     for position, need in sorted(waits.items()):
         index = reached[position]
-        here = f"position {position}, action {index}: {schedule.rows[position][index]} waits for"
-        if need in where:
-            p, i, o = where[need]
-            lines.append(f"{here} {o} (position {p}, action {i})")
-            continue
         kind, at = divmod(need, stages * m)
-        lines.append(f"{here} {at // m}{'FBW'[kind]}{at % m}, which is in no row")
-    return tuple(lines)
+        p, i, o = where.get(need, (-1, -1, f"{at // m}{'FBW'[kind]}{at % m}"))
+        found.append(Waiting(position, index, schedule.rows[position][index], str(o), (p, i) if p >= 0 else None))
+    return tuple(found)

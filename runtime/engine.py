@@ -25,7 +25,7 @@ from pdsl.runtime.gradients import Reducer
 from pdsl.runtime.groups import Groups
 from pdsl.runtime.objective import Objective
 from pdsl.runtime.optimizer import rate_at
-from pdsl.runtime.part import Part
+from pdsl.runtime.part import BUFFER, Part
 from pdsl.runtime.rows import Share, StepRows, rank_rows, row_hash
 
 __all__ = ["Engine", "Totals"]
@@ -70,7 +70,8 @@ class Engine:
     on_gradients: Callable[[Mapping[str, torch.Tensor]], None] | None = None
     draws: Draws | None = None
     _starts: Mapping[int, int] = field(init=False)
-    _sizes: Mapping[int, int] = field(factory=dict, init=False)
+    _rows: StepRows = field(factory=lambda: StepRows({}, 0), init=False)
+    kept: Mapping[str, torch.Tensor] = field(factory=dict)  # shares in running statistics of an earlier part of the step
 
     def __attrs_post_init__(self) -> None:
         self._starts = {m: places.start for m, places in rank_rows(self.plan, self.program.rank).items()}
@@ -87,12 +88,14 @@ class Engine:
     ) -> Engine:
         """`kept` are gradients of an earlier part of the same step, as `Part.take_gradients` gives them."""
         units = part.units
-        reducer = Reducer(plan, program, part.parameters, groups, part.settle, kept, part.leaves, part.formats.sums)
+        reducer = Reducer(plan, program, part.parameters, part.formats, groups, part.settle, kept)
         made = cls(plan, program, part, groups, objective, reducer, Executor(plan, program, groups, part.runner, objective, reducer, units))
         part.runner.before_segment = None
+        made.kept = {n.removeprefix(f"{BUFFER}/"): t for n, t in kept.items() if n.startswith(f"{BUFFER}/")}
+        if plan.facts.random or part.statistics.modules:
+            made.executor.before_forward = made._begin_forward
         if plan.facts.random:
             made.draws = _draws(plan, program.rank, groups.device)
-            made.executor.before_forward = made._begin_forward
             part.runner.before_segment = lambda segment, owned: made.draws.begin_segment(segment, owned=owned) if made.draws else None
         return made
 
@@ -105,9 +108,9 @@ class Engine:
         self.gradients = None
         self.part.formats.refresh()
         placed = StepRows({m: self._on_device(share) for m, share in rows.shares.items()}, rows.samples)
+        self._rows = placed
         if self.draws is None:
             return self.executor.step(placed)
-        self._sizes = {m: share.size for m, share in rows.shares.items()}
         self.draws.begin_step(self.step)
         with self.draws.active():
             return self.executor.step(placed)
@@ -132,6 +135,7 @@ class Engine:
         """
         with in_words(lambda: f"at the sums of step {self.step}", self.plan.silence):
             self.gradients = self.reducer.finish()
+            self.part.statistics.sum_up(self.plan, self.groups, self._rows.samples, self.kept)
             squared = self.reducer.squared_norm(self.gradients)
             totals = self._agree(sums, squared, ids, change=change, seconds=seconds, saved=saved, coming=coming)
             self.executor.settle()
@@ -158,14 +162,18 @@ class Engine:
         if held and job.clip is not None and (factor := job.clip / (totals.norm + 1e-6)) < 1.0:  # the arithmetic of torch's clip_grad_norm_
             torch._foreach_mul_(held, factor)
         self.part.optimizer.step(gradients, rate_at(job.rate, self.step, job.steps))
+        self.part.statistics.write()
         self.gradients = None
         self.part.drop_gradients()
 
     def _begin_forward(self, _stage: int, microbatch: int) -> None:
         """The rows that the next forward is for; those that stand in for others draw as the last of them."""
-        assert self.draws is not None
-        start, size = self._starts[microbatch], self._sizes[microbatch]
-        self.draws.begin_pass(microbatch, range(start, start + size))
+        share = self._rows.shares[microbatch]
+        total = -(-self._rows.samples // self.plan.rows_per_microbatch)
+        self.part.statistics.begin_pass(microbatch, total, counts=share.counts)
+        if self.draws is not None:
+            start = self._starts[microbatch]
+            self.draws.begin_pass(microbatch, range(start, start + share.size))
 
     def _agree(
         self, sums: StepSums, squared: float, ids: Mapping[int, Sequence[int]], *, change: bool, seconds: float, saved: int, coming: int

@@ -11,37 +11,22 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from pdsl.lowering.ownership import holders, owned_parameters
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Bucket, Program
 from pdsl.runtime.groups import Groups
+from pdsl.runtime.local import local_tensor
+from pdsl.runtime.precision import Formats
 from pdsl.runtime.waits import Pending
 
-__all__ = ["Reducer", "final_gradient", "local_tensor"]
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lies on this rank."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def final_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The local gradient of a parameter, in the placement of the parameter: tensor parallel may leave partial sums behind."""
-    grad = parameter.grad
-    if grad is None:
-        return None
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        grad = grad.redistribute(placements=parameter.placements)
-    return local_tensor(grad)
+__all__ = ["Reducer"]
 
 
 class Reducer:
     """Sums of gradients for one rank.
 
-    `parameters` are the owned trainable parameters by name, after sharding; `leaves` are what autograd gives their gradients to, and `sums` the dtypes in which
-    these are added up, both for those for which that is something else. Per step: `begin_step`, `begin_last_backward` per stage, `issue` per
+    `parameters` are the owned trainable parameters by name, after sharding; `formats` knows their gradients, and in which dtypes they are added up. Per step: `begin_step`, `begin_last_backward` per stage, `issue` per
     REDUCE action, then `finish`, which gives the summed local gradients. `kept` are local gradients of an earlier part of the step, which are added. `settle` is called before gradients are read: it waits for what FSDP2
     has not finished yet.
     """
@@ -51,15 +36,13 @@ class Reducer:
         plan: Plan,
         program: Program,
         parameters: Mapping[str, nn.Parameter],
+        formats: Formats,
         groups: Groups,
         settle: Callable[[], None] = lambda: None,
         kept: Mapping[str, torch.Tensor] = MappingProxyType({}),
-        leaves: Mapping[str, nn.Parameter] = MappingProxyType({}),
-        sums: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self._parameters = dict(parameters)
-        self._leaves = self._parameters | dict(leaves)
-        self._sums = sums
+        self._formats = formats
         self._kept = kept
         self._buckets = program.buckets
         self._groups = groups
@@ -72,7 +55,7 @@ class Reducer:
         self._failure: RuntimeError | None = None
         facts = {p.name: p for p in owned_parameters(plan, program.rank)}
         self._counted = tuple(n for n in self._parameters if holders(plan, facts[n], program.rank)[0] == program.rank)
-        self._hooks = [self._leaves[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._bucket_of]
+        self._hooks = [formats.leaves[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._bucket_of]
 
     def close(self) -> None:
         """Take the hooks off: another reducer may follow on the same parameters."""
@@ -82,7 +65,7 @@ class Reducer:
     def _make_flat(self, bucket: Bucket) -> torch.Tensor:
         """The boxes one after the other, then one number for each: on how many ranks it got a gradient."""
         parts = [local_tensor(self._parameters[n].data) for n in bucket.parameters]
-        dtype = self._sums.get(bucket.parameters[0], parts[0].dtype)
+        dtype = self._formats.sums.get(bucket.parameters[0], parts[0].dtype)
         return torch.zeros(sum(t.numel() for t in parts) + len(parts), dtype=dtype, device=parts[0].device)
 
     def begin_step(self) -> None:
@@ -172,7 +155,7 @@ class Reducer:
 
     def _own(self, name: str) -> torch.Tensor | None:
         """The local gradient of this rank, over all parts of the step; FSDP2 cannot add to one that is still under way, so it is done here."""
-        grad, kept = final_gradient(self._leaves[name]), self._kept.get(name)
+        grad, kept = self._formats.gradient(name), self._kept.get(name)
         if grad is None or kept is None:
             return kept if grad is None else grad
         return grad + kept

@@ -15,7 +15,7 @@ from torch import nn
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.spec import CallValue, Quantity, Value
-from pdsl.runtime.gradients import local_tensor
+from pdsl.runtime.local import local_tensor
 
 __all__ = ["LocalOptimizer", "OptimizerFactory", "make_optimizer", "rate_at"]
 

@@ -22,12 +22,13 @@ from pdsl.lowering.precision import applies
 from pdsl.lowering.probe import on_meta
 from pdsl.lowering.probe_pass import parameter_groups
 from pdsl.runtime.compiled import compile_layers
-from pdsl.runtime.gradients import final_gradient, local_tensor
+from pdsl.runtime.local import local_tensor
 from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory
 from pdsl.runtime.precision import Formats
 from pdsl.runtime.recompute import recompute_modules
 from pdsl.runtime.shard import shard_layers
 from pdsl.runtime.stage import StageRunner
+from pdsl.runtime.statistics import Statistics
 from pdsl.runtime.tensor_parallel import apply_tensor_parallel, live_names
 
 __all__ = ["BUFFER", "WEIGHT", "Part", "bare_copy", "with_memory"]
@@ -39,7 +40,7 @@ class Part:
     """The layers of one rank.
 
     `model` has memory for the owned parameters and is changed in place. `tensors` are all owned parameters by canonical name after sharding,
-    `parameters` those of them that are trained, `leaves` what autograd gives their gradients to. Raises RunError if torch holds another part of a parameter than the plan says.
+    `parameters` those of them that are trained, `formats` what layers compute with in their place. Raises RunError if torch holds another part of a parameter than the plan says.
     """
 
     def __init__(self, plan: Plan, rank: int, mesh: DeviceMesh | None, model: nn.Module, optimizer: OptimizerFactory | None = None) -> None:
@@ -57,6 +58,7 @@ class Part:
         self.tensors = {p.name: named[names[p.name]] for p in owned}
         self.parameters = {p.name: self.tensors[p.name] for p in owned if p.trainable}
         self.boxes = _boxes(plan, rank, owned)
+        self.statistics = Statistics.of(plan, rank, model, mesh)
         mine = {i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)}
         self._updated = tuple(b.name for b in plan.facts.updated if mine.intersection(b.layers))
         modules = {m for i in mine for m in plan.facts.layers[i].modules}
@@ -108,20 +110,16 @@ class Part:
             self.model.get_buffer(name).copy_(state[f"{BUFFER}/{name}"])
         self.optimizer.load({key: value for key, value in state.items() if not key.startswith((f"{WEIGHT}/", f"{BUFFER}/"))})
 
-    @property
-    def leaves(self) -> dict[str, nn.Parameter]:
-        """What autograd gives the gradients of the trained parameters to: they themselves, or what layers compute with."""
-        return {name: self.formats.leaves[name] for name in self.parameters}
-
     def settle(self) -> None:
         """Wait for gradients that FSDP2 has under way."""
         if self.units is not None:
             self.units.settle()
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """The local gradients that were computed so far, out of the part."""
+        """The local gradients that were computed so far, out of the part; shares in running statistics too, as `buffer/NAME`."""
         self.settle()
-        found = {name: grad for name, p in self.leaves.items() if (grad := final_gradient(p)) is not None}
+        found = {name: grad for name in self.parameters if (grad := self.formats.gradient(name)) is not None}
+        found |= {f"{BUFFER}/{name}": share for name, share in self.statistics.shares.items()}
         self.drop_gradients()
         return found
 
@@ -134,8 +132,8 @@ class Part:
 
     def drop_gradients(self) -> None:
         """Forget what was computed of a step."""
-        for parameter in self.formats.leaves.values():
-            parameter.grad = None
+        self.statistics.forget()
+        self.formats.drop_gradients()
 
 
 def _boxes(plan: Plan, rank: int, owned: Collection[ParameterFacts]) -> dict[str, Box]:

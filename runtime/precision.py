@@ -1,8 +1,8 @@
 """The formats in which a rank computes and adds up gradients, for the parameters that it owns.
 
 A weight in fp32 of which layers need bf16 is held twice: the weight itself, which is updated, moved and saved, and a copy in the lower format that stands
-in the modules and is written anew in each step. autograd adds up the gradients of a copy in the format of the sums, whatever it computes with. What
-FSDP2 shards it casts itself, as it gathers; there the weight alone is held.
+in the modules and is written anew in each step. The gradients of a copy come in its own format and are added up in that of the sums.
+What FSDP2 shards it casts itself, as it gathers; there the weight alone is held.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.precision import applies, compute_format, output_format, sum_format
 from pdsl.lowering.probe_numerics import cast_edges, dtype_of, layer_modules, to_output
+from pdsl.runtime.local import final_gradient, local_tensor
 
 __all__ = ["Formats", "unit_policy"]
 
@@ -35,6 +35,7 @@ class Formats:
     ) -> None:
         self.leaves: dict[str, nn.Parameter] = dict(tensors)
         self.sums: dict[str, torch.dtype] = {}
+        self._totals: dict[str, torch.Tensor] = {}  # sums of gradients that autograd gives in another format
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # a weight and its copy, as they lie here
         if not applies(plan.precision, plan.facts):
             return
@@ -62,12 +63,33 @@ class Formats:
                 self._sum_in(p.name, copy, total)
             holder[leaf] = copy
         if copy is not None and copy is not weight and weight is not None:
-            self._pairs.append((_local(weight), _local(copy)))
+            self._pairs.append((local_tensor(weight.data), local_tensor(copy.data)))
 
     def _sum_in(self, name: str, leaf: nn.Parameter, total: torch.dtype) -> None:
-        if leaf.requires_grad and leaf.dtype != total:
-            leaf.grad_dtype = total
         self.leaves[name] = leaf
+        if not leaf.requires_grad or leaf.dtype == total:
+            return
+
+        def collect(tensor: torch.Tensor) -> None:
+            grad, tensor.grad = tensor.grad, None
+            assert grad is not None
+            if name in self._totals:
+                self._totals[name] += grad
+            else:
+                self._totals[name] = grad.to(total)
+
+        leaf.register_post_accumulate_grad_hook(collect)
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """What this rank has of the gradient of an owned parameter, as it lies here; None if it got none."""
+        found = self._totals.get(name)
+        return found if found is not None else final_gradient(self.leaves[name])
+
+    def drop_gradients(self) -> None:
+        """Forget them."""
+        self._totals.clear()
+        for leaf in self.leaves.values():
+            leaf.grad = None
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -90,11 +112,6 @@ def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     made = nn.Parameter(data, requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
-
-
-def _local(tensor: nn.Parameter) -> torch.Tensor:
-    data = tensor.data
-    return data._local_tensor if isinstance(data, DTensor) else data
 
 
 def unit_policy(plan: Plan, parameters: Collection[ParameterFacts]) -> tuple[MixedPrecisionPolicy, bool]:

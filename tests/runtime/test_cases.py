@@ -15,7 +15,7 @@ from torch import nn
 import pdsl
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.programs import program
-from pdsl.runtime.gradients import local_tensor
+from pdsl.runtime.local import local_tensor
 from pdsl.runtime.session import Session
 from pdsl.runtime.verify import assemble, compare, oracle, verify_rank
 from tests.pool import Pool
@@ -24,10 +24,10 @@ from tests.user_models import four_linears, four_linears_rows, masked_square, tw
 SPEC = """pdsl 1
 mesh {{ {axes} }}
 cluster {{ device = cpu }}
-model "tests.user_models:{model}" {{ {arguments} }}
+model "{module}:{model}" {{ {arguments} }}
 {blocks}
 train {{
-  data = source("tests.user_models:{model}_rows")
+  data = source("{module}:{model}_rows")
   objective = {objective}
   batch = {batch}
   steps = 4
@@ -50,8 +50,11 @@ def spec(
     arguments: str = "",
     objective: str = "mse",
     batch: int = 8,
+    module: str = "tests.user_models",
 ) -> str:
-    return SPEC.format(axes=axes, blocks=blocks, train=train, model=model, arguments=arguments, objective=objective, batch=batch)
+    return SPEC.format(
+        axes=axes, blocks=blocks, train=train, model=model, arguments=arguments, objective=objective, batch=batch, module=module
+    )
 
 
 def compiled(axes: str, **options: Any) -> Plan:

@@ -73,6 +73,7 @@ class Structure:
     buffers: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     sequential: bool = False
+    statistics: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     torch: str = field(default="", kw_only=True)
 
@@ -285,6 +286,7 @@ def _facts(
         parameters=parameters,
         buffers=structure.buffers,
         draws=draws,
+        statistics=structure.statistics,
         updated=tuple(BufferFacts(name, shape, dtype, _running(name, layers)) for name, shape, dtype in seen[0].updated),
         inputs=structure.inputs,
         sequential=structure.sequential,

@@ -24,7 +24,7 @@ from pdsl.lowering.probe_numerics import Numerics, layer_modules, matched_module
 from pdsl.lowering.probe_pass import NotAChain, Recorder, is_plain_sequential, parameter_groups
 from pdsl.lowering.values import near
 
-__all__ = ["on_meta", "parameters_on_meta", "probe"]
+__all__ = ["on_meta", "parameters_on_meta", "probe", "skeleton", "take_rows", "taken_entries"]
 
 _ROWS = (2, 3)
 _FILL = 0.02  # one value for all parameters; only shapes matter
@@ -52,9 +52,9 @@ def probe(
     name = factory if isinstance(factory, str) else f"{factory.__module__}:{factory.__qualname__}"
     with on_path(directory), torch.random.fork_rng(devices=[]):
         make = resolve(factory, directory) if isinstance(factory, str) else factory
-        model = _skeleton(make, arguments, name)
+        model = skeleton(make, arguments, name)
         model.train()
-        batch = _taken(model, batch)
+        batch = taken_entries(model, batch)
         structure = _structure(model, name, batch)
         named = chain if chain is not None else _listed(model)
         listed = _checked_chain(model, named, name) if named is not None else None
@@ -116,7 +116,7 @@ def parameters_on_meta(keep: Callable[[int], bool] = lambda _: False, seen: list
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _skeleton(make: Callable[..., nn.Module], arguments: Mapping[str, object], name: str) -> nn.Module:
+def skeleton(make: Callable[..., nn.Module], arguments: Mapping[str, object], name: str) -> nn.Module:
     """The model with its parameters on the meta device. A factory that reads values of its parameters is run plainly."""
     try:
         with parameters_on_meta():
@@ -150,11 +150,13 @@ def _structure(model: nn.Module, name: str, batch: Mapping[str, Tensor] | Tensor
         ]
         if any(getattr(q, hooks, None) for _, q in group for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
             warnings.append(f"{canonical} has hooks on its gradient: they run once a microbatch, and not at all where it is sharded")
+    statistics = []
     for path, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            statistics.append(path)
             warnings.append(
-                f"{path} ({type(module).__name__}) normalises over the rows of one microbatch on one rank, not over the batch, "
-                "and updates its running statistics once per microbatch"
+                f"{path} ({type(module).__name__}) normalises over the rows of one microbatch, not over the batch"
+                + (", and its running statistics count every microbatch" if module.track_running_stats else "")
             )
     inputs = (SINGLE_INPUT,) if isinstance(batch, Tensor) else tuple(batch or ())
     sequential = is_plain_sequential(model)
@@ -164,6 +166,7 @@ def _structure(model: nn.Module, name: str, batch: Mapping[str, Tensor] | Tensor
         buffers=tuple(n for n, _ in model.named_buffers()),
         inputs=inputs[:1] if sequential else inputs,
         sequential=sequential,
+        statistics=tuple(statistics),
         warnings=tuple(warnings),
         torch=str(torch.__version__),
     )
@@ -338,7 +341,7 @@ def _observe(
     numerics: Numerics | None = None,
 ) -> Observation:
     """One forward pass. Raises NotAChain, or ModelError if the model itself fails."""
-    taken = {k: _take(t, rows) for k, t in batch.items()} if isinstance(batch, Mapping) else {SINGLE_INPUT: _take(batch, rows)}
+    taken = {k: take_rows(t, rows) for k, t in batch.items()} if isinstance(batch, Mapping) else {SINGLE_INPUT: take_rows(batch, rows)}
     first = next(iter(taken.values()))
     args, kwargs = ((first,), {}) if structure.sequential or isinstance(batch, Tensor) else ((), taken)
     _check_call(model, args, kwargs, structure.factory)
@@ -354,7 +357,7 @@ def _observe(
         raise ModelError(f"{structure.factory}: the forward pass failed on a batch of {given}: {describe_error(error)}") from error
 
 
-def _taken(model: nn.Module, batch: Mapping[str, Tensor] | Tensor | None) -> Mapping[str, Tensor] | Tensor | None:
+def taken_entries(model: nn.Module, batch: Mapping[str, Tensor] | Tensor | None) -> Mapping[str, Tensor] | Tensor | None:
     """The batch without its target, if the model's forward takes the rest and not the whole."""
     if not isinstance(batch, Mapping) or is_plain_sequential(model):
         return batch
@@ -370,7 +373,8 @@ def _takes(model: nn.Module, batch: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def _take(tensor: Tensor, rows: int) -> Tensor:
+def take_rows(tensor: Tensor, rows: int) -> Tensor:
+    """As many rows of a batch entry, taken again from the first where they are too few."""
     return tensor if tensor.dim() == 0 else tensor[torch.arange(rows) % tensor.shape[0]]
 
 

@@ -26,7 +26,10 @@ from pdsl.lowering.draws import Draw
 from pdsl.lowering.probe_numerics import Numerics
 from pdsl.lowering.probe_repeats import Repeats
 
-__all__ = ["NotAChain", "Recorder", "is_plain_sequential", "parameter_groups"]
+__all__ = ["NotAChain", "Recorder", "is_plain_sequential", "loss_of", "parameter_groups"]
+
+
+_COMPARED = 1 << 20  # elements of a buffer up to which it is compared with what it was
 
 
 class NotAChain(BaseException):
@@ -143,7 +146,7 @@ class Recorder:
     def run(self, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], rows: int) -> Observation:
         """Call the model and tell what happened."""
         state = torch.get_rng_state()
-        buffers = {name: (b, b._version) for name, b in self.model.named_buffers()}
+        buffers = {name: (b, b._version, b.clone() if b.numel() <= _COMPARED else None) for name, b in self.model.named_buffers()}
         with ExitStack() as stack:
             if not is_plain_sequential(self.model):
                 self._hook(stack)
@@ -159,11 +162,14 @@ class Recorder:
             raise NotAChain(f"{missing[0]} was not called" + (f", nor were {len(missing) - 1} others" if len(missing) > 1 else ""))
         if not self.blocks:
             self._begin_segment()
-        now = dict(self.model.named_buffers())
+        now, running = dict(self.model.named_buffers()), _running_buffers(self.model)
         self.updated = tuple(
             (name, tuple(b.shape), str(b.dtype).removeprefix("torch."))
-            for name, (b, version) in buffers.items()
-            if now.get(name) is not b or b._version != version
+            for name, (b, version, before) in buffers.items()
+            if now.get(name) is not b
+            or b._version != version
+            or name in running
+            or (before is not None and not torch.allclose(b, before, rtol=0.0, atol=0.0, equal_nan=True))
         )
         return self._observation(output, rows, random=not torch.equal(state, torch.get_rng_state()))
 
@@ -292,7 +298,7 @@ class Recorder:
     # --- what was seen --------------------------------------------------------------------------------------------------------------------
 
     def _observation(self, output: Any, rows: int, *, random: bool) -> Observation:
-        loss = _loss(output)
+        loss = loss_of(output)
         leaks = self._leaks([loss] if loss is not None else [t for t in tree_leaves(output) if isinstance(t, Tensor)])
         ends = [*self.flops_at, self.flops.total]
         begins = [0, *self.flops_at]
@@ -359,9 +365,16 @@ class Recorder:
         return text
 
 
-def _loss(output: Any) -> Tensor | None:
+def loss_of(output: Any) -> Tensor | None:
     """The loss in what a model returned: a scalar, or a scalar under the name `loss`."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(found, tuple) and found:
         found = found[0]
     return found if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+def _running_buffers(model: nn.Module) -> set[str]:
+    """Buffers that normalisation updates in its kernel, of which torch keeps no count."""
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
+    tracking = {n: m for n, m in norms.items() if m.training and m.track_running_stats}
+    return {f"{n}.{key}" if n else key for n, m in tracking.items() for key, b in m._buffers.items() if b is not None}

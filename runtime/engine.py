@@ -28,7 +28,7 @@ from pdsl.runtime.optimizer import rate_at
 from pdsl.runtime.part import BUFFER, Part
 from pdsl.runtime.rows import Share, StepRows, rank_rows, row_hash
 
-__all__ = ["Engine", "Totals"]
+__all__ = ["Engine", "Totals", "same_data"]
 
 _HASH_MASK = (1 << 63) - 1
 
@@ -107,7 +107,7 @@ class Engine:
         """Forward and backward of every microbatch of the program. Raises RunError if a peer in this pipeline is gone or silent."""
         self.gradients = None
         self.part.formats.refresh()
-        placed = StepRows({m: self._on_device(share) for m, share in rows.shares.items()}, rows.samples)
+        placed = StepRows({m: self.placed(share) for m, share in rows.shares.items()}, rows.samples)
         self._rows = placed
         if self.draws is None:
             return self.executor.step(placed)
@@ -115,7 +115,8 @@ class Engine:
         with self.draws.active():
             return self.executor.step(placed)
 
-    def _on_device(self, share: Share) -> Share:
+    def placed(self, share: Share) -> Share:
+        """Rows as they are run: on the device of this rank."""
         ready = self.objective.prepared(share)
         return Share({name: tensor.to(self.groups.device) for name, tensor in ready.batch.items()}, ready.size, ready.counts)
 
@@ -193,17 +194,17 @@ class Engine:
             seconds = float(floats[:, 2].max())
             tokens, digest = int(everyone[:, 3].sum()), sum(everyone[:, 4].tolist()) & _HASH_MASK
             change, saved = bool(everyone[:, 5].any()), int(everyone[:, 6].min())
-            _same_data(self.plan, self.step, everyone[:, 7].tolist())
+            same_data(self.plan, f"step {self.step + 1}", everyone[:, 7].tolist())
         return Totals(loss, squared, float(tokens) if self.objective.over_tokens else 1.0, digest, change, seconds, saved, coming)
 
 
-def _same_data(plan: Plan, step: int, coming: Sequence[int]) -> None:
-    """All ranks read one stream; who sees its end alone would leave the others waiting."""
+def same_data(plan: Plan, what: str, coming: Sequence[int]) -> None:
+    """All ranks read one stream; who sees its end alone would leave the others waiting. Raises RunError if they do not read as many samples each."""
     if len(set(coming)) == 1:
         return
     least, most = coming.index(min(coming)), coming.index(max(coming))
     raise RunError(
-        f"the data is not the same on all ranks: for step {step + 1} rank {plan.ranks[least]} reads {coming[least]} samples and rank "
+        f"the data is not the same on all ranks: for {what} rank {plan.ranks[least]} reads {coming[least]} samples and rank "
         f"{plan.ranks[most]} reads {coming[most]}; every rank reads all of an iterable and takes its rows, so it must not split itself by rank"
     )
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import MeshAxis, Plan
 from pdsl.lowering.program import Program
+from pdsl.lowering.running import running_groups
 from pdsl.runtime.sockets import Interrupter
 from pdsl.runtime.waits import LARGE, Collective, Pending, Several, Transfer
 
@@ -180,7 +181,8 @@ class Groups:
         members = tuple(sorted(r for island in plan.pipelines[pipeline].islands for r in island))
         several = len(plan.pipelines[pipeline].islands) > 1 and plan.pipelines[pipeline].whole
         self.transfers = self._make(f"pipeline{pipeline}", members, PIPELINE_SOCKETS) if several else None
-        for ranks in sorted({bucket.ranks for bucket in program.buckets}):
+        running = {ranks for ranks, _ in running_groups(plan, self.rank) if len(ranks) > 1}
+        for ranks in sorted({bucket.ranks for bucket in program.buckets} | running):
             # making a group waits for its members: one order for all ranks, or they wait for each other
             self._made[ranks] = self._make("sum" + "-".join(map(str, ranks)), ranks)
 
@@ -194,7 +196,7 @@ class Groups:
             return CrossGroup(name, ranks, self.rank, self._store, self.device, self._timeout, cut, watched)
 
     def summing(self, ranks: tuple[int, ...]) -> CrossGroup:
-        """The group over which gradients held by `ranks` are summed."""
+        """The group over which gradients or running statistics held by `ranks` are summed."""
         return self._made[ranks]
 
     def close(self) -> None:

@@ -22,10 +22,14 @@ from pdsl.grammar.errors import RunError
 from pdsl.lowering.boxes import box
 from pdsl.lowering.ownership import holders, owned_parameters
 from pdsl.lowering.plan import Plan
+from pdsl.lowering.precision import applies
+from pdsl.lowering.probe_numerics import layer_modules
 from pdsl.runtime.build import build
+from pdsl.runtime.draws import row_seeded
 from pdsl.runtime.feed import make_samples
-from pdsl.runtime.objective import make_objective, token_count
+from pdsl.runtime.objective import make_objective
 from pdsl.runtime.optimizer import make_optimizer, rate_at
+from pdsl.runtime.precision import Formats
 from pdsl.runtime.session import Session
 
 __all__ = ["Deviation", "Trace", "VerifyReport", "assemble", "compare", "oracle", "verify_rank"]
@@ -122,7 +126,8 @@ def _whole(plan: Plan, ranks: list[Mapping[str, torch.Tensor]]) -> dict[str, tor
 def oracle(plan: Plan, ranks: Trace) -> Trace:
     """The same steps in this process with plain torch: one model, whole batches, one backward a step.
 
-    Each step begins at the weights that the ranks had (the first at the model's own seeded build) and is updated with the ranks' gradients.
+    Below fp32 a sum depends on its parts: a gradient is rounded before it is added to others. There the batch is taken in the parts that ranks and
+    microbatches have, whose gradients are added up in the format of the plan. Each step begins at the weights that the ranks had (the first at the model's own seeded build) and is updated with the ranks' gradients.
     """
     job, steps = plan.job, len(ranks.losses)
     model = build(plan, {p.name for p in plan.facts.parameters}, torch.device("cpu"))
@@ -130,27 +135,52 @@ def oracle(plan: Plan, ranks: Trace) -> Trace:
     objective = make_objective(job)
     samples = make_samples(plan)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    formats = Formats(plan, model, dict(model.named_parameters()), (), layer_modules(plan.facts))
     optimizer = make_optimizer(job.optimizer, named.values())
     base = [g["lr"] for g in optimizer.param_groups]
     losses, norms, gradients, weights = [], [], [], []
     for step in range(steps):
-        share = samples.take(step, {0: range(samples.count(step))}).shares[0]
-        batch = share.batch
-        optimizer.zero_grad()
-        single = plan.facts.sequential or len(plan.facts.inputs) == 0
-        output = model(next(iter(batch.values()))) if single else model(**{n: batch[n] for n in plan.facts.inputs})
-        weighted = objective(output, share, share.size)
-        loss = weighted.loss / token_count(batch) if objective.over_tokens else weighted.loss
-        loss.backward()
-        gradients.append({n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None})
-        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in named.values() if p.grad is not None])))
+        pieces = _pieces(plan, samples.count(step))
+        rows = samples.take(step, pieces)
+        formats.refresh()
+        loss, count = 0.0, 0
+        for piece, share in rows.shares.items():
+            batch = share.batch
+            single = plan.facts.sequential or len(plan.facts.inputs) == 0
+            with row_seeded(model, plan.facts, seed=job.seed, step=step, places=pieces[piece], microbatch=piece):
+                output = model(next(iter(batch.values()))) if single else model(**{n: batch[n] for n in plan.facts.inputs})
+                weighted = objective(Formats.output(plan, output), share, rows.samples)
+                weighted.loss.backward()
+            loss, count = loss + float(weighted.loss.detach()), count + weighted.count
+        over = count if objective.over_tokens else 1
+        gradients.append(_taken_gradients(formats, named, over))
+        norms.append(float(torch.nn.utils.get_total_norm(list(gradients[-1].values()))))
         _update(named, ranks.gradients[step], optimizer, [r * rate_at(job.rate, step, job.steps) for r in base], job.clip)
-        losses.append(float(loss.detach()))
+        losses.append(loss / over)
         weights.append({n: p.detach().clone() for n, p in named.items()})
         with torch.no_grad():
             for name, parameter in named.items():
                 parameter.copy_(ranks.weights[step].get(name, parameter))
     return Trace(tuple(losses), tuple(norms), tuple(gradients), tuple(weights))
+
+
+def _pieces(plan: Plan, samples: int) -> dict[int, range]:
+    """The parts in which the batch is taken: all of it at once, unless something is cast, or microbatches are normalised each by itself."""
+    size = plan.rows_per_rank if applies(plan.precision, plan.facts) else max(1, samples)
+    if plan.facts.statistics or plan.facts.updated:
+        size = plan.rows_per_microbatch
+    return {k: range(begin, min(begin + size, samples)) for k, begin in enumerate(range(0, samples, size))}
+
+
+def _taken_gradients(formats: Formats, named: Mapping[str, nn.Parameter], over: int) -> dict[str, torch.Tensor]:
+    """The gradients by name, in the format of the weights; the model is left without."""
+    found = {}
+    for name, weight in named.items():
+        grad = formats.gradient(name)
+        if grad is not None:
+            found[name] = grad.detach().to(weight.dtype) / over
+    formats.drop_gradients()
+    return found
 
 
 def _update(

@@ -1,0 +1,52 @@
+"""Models whose forward looks at rows together, draws random numbers or writes into tensors: named in specs as "tests.row_models:..."."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.user_models import Rows
+
+__all__ = ["normed", "normed_rows"]
+
+WIDTH = 8
+
+
+class Normed(nn.Module):
+    """A block that normalises over its rows; what it adds is small, so that deep chains stay tame."""
+
+    def __init__(self, *, affine: bool, momentum: float | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, affine=affine, momentum=momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + torch.tanh(self.norm(self.linear(x)))
+        return y
+
+
+class Chain(nn.Module):
+    """Blocks with a convolution and its own normalisation before them, and a head."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.stem = nn.Conv1d(1, 2, 5)
+        self.stem_norm = nn.BatchNorm1d(2)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.stem_norm(self.stem(x[:, None])).relu().flatten(1)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(self.head(x)[:, 0], target)
+
+
+def normed(blocks: int = 4, affine: bool = True, momentum: float = 0.1) -> nn.Module:
+    """Batch normalisation in every layer; a `momentum` of 0 stands for the plain average."""
+    return Chain([Normed(affine=affine, momentum=momentum or None) for _ in range(blocks)])
+
+
+def normed_rows(size: int = 96) -> Rows:
+    generator = torch.Generator().manual_seed(5)
+    return Rows(x=torch.randn(size, WIDTH, generator=generator), target=torch.randn(size, generator=generator))

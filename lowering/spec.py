@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from enum import Enum
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
 from pdsl.grammar.patterns import Pattern
 from pdsl.grammar.source import Span
+
+if TYPE_CHECKING:
+    from pdsl.lowering.schedule_rows import RowsFile
 
 __all__ = [
     "REST", "AxisSpec", "CallValue", "CheckpointSpec", "ClusterSpec", "FaultBudgetSpec", "FreezeSpec", "LayoutCall", "LayoutSlots", "LayoutTerm",
@@ -196,16 +200,19 @@ class StageSpec:
 
 @frozen
 class PipelineSpec:
-    """`stages` is empty for `balanced`. `schedule` is a call such as `one_f_one_b(microbatches = 4)`."""
+    """`stages` is empty for `balanced`. `schedule` is a call such as `one_f_one_b(microbatches = 4)`; `rows` is what its file says, if it names one."""
 
     axis: str
     schedule: CallValue
     stages: tuple[StageSpec, ...] = ()
     span: Span | None = field(default=None, eq=False)
     axis_span: Span | None = field(default=None, eq=False)
+    rows: RowsFile | None = None
 
     @property
     def microbatches(self) -> int:
+        if self.rows is not None and self.rows.schedule is not None:
+            return self.rows.schedule.microbatches
         value = self.schedule.get("microbatches")
         return value if isinstance(value, int) else 1
 
@@ -291,6 +298,7 @@ class TrainSpec:
     loss: CallValue = CallValue("mean", (), (("over", "samples"),))
     objective: str = "model"
     seed: int = 0
+    compile: str = "false"
     shared: tuple[str, ...] = ()
 
 

@@ -102,9 +102,9 @@ def one_process(seed: int, batch: int, steps: int = STEPS, *, clip: float | None
     return found
 
 
-def check_against_one_process(pool: Pool, plan: Plan, expected: dict[str, Any], steps: int = STEPS) -> None:
+def check_against_one_process(pool: Pool, plan: Plan, expected: dict[str, Any], steps: int = STEPS, *, deadline: float = 60.0) -> None:
     """Loss, norm and every gradient of every step, and the weights after the last, within 1e-5 relative."""
-    ranks = pool.run(_rank, plan.world_size, plan.to_json(), steps)
+    ranks = pool.run(_rank, plan.world_size, plan.to_json(), steps, deadline=deadline)
     ours = assemble(plan, ranks)
     assert ours.losses == tuple(expected["losses"]) or _close(ours.losses, expected["losses"])
     assert _close(ours.norms, expected["norms"])

@@ -214,7 +214,7 @@ cluster {{ nodes = 3; ranks_per_node = 1; device = cpu }}
 mesh {{ axis dp = rest }}
 model "pdsl.models:gpt" {{ {shape} }}
 shard {{ "**" => replicate() }}
-fault_budget {{ lose = 1; silence = 3s }}
+fault_budget {{ lose = 1; silence = 8s }}
 train {{ data = source("pdsl.data:python_source", context = 8); batch = 12; steps = {steps}; optimizer = sgd(lr = 1e-2); seed = 3 }}
 """
 
@@ -282,7 +282,7 @@ def test_a_node_behind_a_cut_network_ends_itself_and_the_majority_trains_on(netw
         reached = max(row["step"] for row in told(metrics[away]) if "loss" in row)
         for i in others:
             wait_for_step(metrics[i], reached + 5, agents[i])
-        assert time.monotonic() - moment < 30.0  # silence, an agreement, a few steps
+        assert time.monotonic() - moment < 60.0  # silence, an agreement, a few steps
         network.heal(away)
         assert [agents[i].wait(DEADLINE) for i in others] == [0, 0]
     finally:
@@ -291,7 +291,7 @@ def test_a_node_behind_a_cut_network_ends_itself_and_the_majority_trains_on(netw
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait(DEADLINE)
     lost = [row for row in told(metrics[others[0]]) if row.get("event") == "lost"]
-    assert [(row["node"], row["reason"]) for row in lost] == [(away, "nothing was heard of it for 3 s")]
+    assert [(row["node"], row["reason"]) for row in lost] == [(away, "nothing was heard of it for 8 s")]
     found = [{row["step"]: row["loss"] for row in told(metrics[i]) if "loss" in row} for i in others]
     assert found[0] == found[1]
     assert sorted(found[0]) == list(range(60))

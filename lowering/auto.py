@@ -74,6 +74,8 @@ def hop_of(pipeline: PipelineSpec, facts: ModelFacts, positions: int) -> Fractio
 
 def splits(spec: Spec, shard_size: int) -> bool:
     """Whether backwards may run in halves: not if the spec says no, and not where sharded layers are given back or reduced between the halves."""
+    if spec.train is not None and spec.train.compile != "false":
+        return False
     if spec.pipeline is None or spec.pipeline.schedule.get("split", True) is False:
         return False
     return shard_size == 1 or (spec.memory.reshard != "true" and spec.memory.sync != "every")

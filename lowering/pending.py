@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pdsl.grammar.errors import NotExecuted
 from pdsl.lowering.mesh import SHARD, TENSOR, axis_roles
-from pdsl.lowering.spec import LayoutCall, LayoutSlots, SizeRange, Spec
+from pdsl.lowering.spec import LayoutCall, SizeRange, Spec
 
 __all__ = ["pending", "require_executable"]
 
@@ -44,17 +44,6 @@ def pending(spec: Spec) -> Iterator[tuple[str, str]]:
 
 
 def _layouts(spec: Spec) -> Iterator[tuple[str, str]]:
-    if any(isinstance(t, LayoutSlots) and len({s for s in t.slots if s}) > 1 for rule in spec.shard for t in rule.terms):
-        yield "shard", "splitting one parameter along two dims"
-    used: dict[str, set[frozenset[str]]] = {"shard": set(), "tensor": set()}
-    for rule in spec.shard:
-        by_role: dict[str, list[frozenset[str]]] = {"shard": [], "tensor": []}
-        for term in rule.terms:
-            axes = frozenset(term.axes) if isinstance(term, LayoutCall) else frozenset(a for slot in term.slots for a in slot)
-            if axes:
-                by_role["shard" if isinstance(term, LayoutCall) and term.name == "fsdp" else "tensor"].append(axes)
-        for role, found in by_role.items():
-            used[role].update(found if len(found) == 1 else ())  # two terms of one role are an error of their own
-    for role, sets in used.items():
-        if len(sets) > 1:
-            yield "shard", f"layouts that use only some of the {role} axes {', '.join(sorted(frozenset().union(*sets)))}"
+    used = {frozenset(t.axes) for rule in spec.shard for t in rule.terms if isinstance(t, LayoutCall) and t.name == "fsdp"}
+    if len(used) > 1:
+        yield "shard", f"layouts that use only some of the shard axes {', '.join(sorted(frozenset().union(*used)))}"

@@ -43,7 +43,7 @@ class TensorFacts:
     """`partial`: parameters whose gradient is a part on each rank of some tensor axes, and is summed over them.
 
     `sequence`: the axes along which the stream between the layers is split in its sequence, () for none. `enters` are the inputs of the first block that
-    are split there, `exits` the (leaf, dim) of what the last block gives that are gathered behind it. `gathers`: modules that gather a split sequence before they compute, `scatters`:
+    are split there, `exits` the (leaf, dim) of what the last block gives that are gathered behind it. `gathers`: modules that are given a whole sequence where theirs lies split, with the leaves of their arguments, `scatters`:
     modules whose output is left split along it; `inputs`: tensors that cross into a layer split.
     """
 
@@ -52,7 +52,7 @@ class TensorFacts:
     sequence: tuple[str, ...] = ()
     enters: tuple[SplitInput, ...] = ()
     exits: tuple[tuple[int, int], ...] = ()
-    gathers: tuple[str, ...] = ()
+    gathers: tuple[tuple[str, tuple[int, ...]], ...] = ()
     scatters: tuple[str, ...] = ()
     inputs: tuple[SplitInput, ...] = ()
 

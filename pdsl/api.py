@@ -113,11 +113,13 @@ def compile(  # noqa: A001  `pdsl.compile` is called so, as `torch.compile` is
         PlanError: No plan exists.
     """
     from pdsl.lowering.planner import plan
-    from pdsl.reading import check_rules, read_model
+    from pdsl.reading import check_rules, check_tensor, read_model, read_tensor_facts
 
     known = facts if facts is not None else read_model(spec, model, batch)
     spec = spec if spec.model is not None else evolve(spec, model=ModelSpec(known.factory))
     mesh = check_rules(spec, known, world_size, pipelines)
+    known = read_tensor_facts(spec, known, mesh, model, batch)
+    check_tensor(spec, known, mesh)
     made = plan(spec, known, mesh, pipelines=pipelines)
     if world_size is not None and made.world_size != world_size:  # pipelines that were asked for by number; a mesh was checked
         raise PlanError(f"these pipelines need {made.world_size} ranks, the job has {world_size}")

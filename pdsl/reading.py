@@ -26,7 +26,7 @@ from pdsl.lowering.spec import Spec
 if TYPE_CHECKING:
     from pdsl.lowering.facts import ModelFacts
 
-__all__ = ["check_rules", "examine", "example_batch", "load_text", "read_facts", "read_model"]
+__all__ = ["check_rules", "check_tensor", "examine", "example_batch", "load_text", "read_facts", "read_model", "read_tensor_facts"]
 
 
 def examine(
@@ -47,12 +47,42 @@ def examine(
         return read_facts(spec, data)
 
     found = check(
-        source, world=world, overrides=overrides, profile=profile, facts=facts if model else None, loader=load_text, on_mesh=on_mesh
+        source,
+        world=world,
+        overrides=overrides,
+        profile=profile,
+        facts=facts if model else None,
+        loader=load_text,
+        on_mesh=on_mesh,
+        on_tensor=read_tensor_facts if model else None,
     )
     if not data:
         return found
     everything = tuple(sorted((*found.diagnostics, *data), key=lambda d: d.sort_key))
     return evolve(found, spec=None, diagnostics=everything)
+
+
+def read_tensor_facts(spec: Spec, facts: ModelFacts, mesh: Mesh, model: Any = None, batch: Any = None) -> ModelFacts:
+    """The facts, with what a tensor rank would do under the layouts of a spec; `model` and `batch` as in `read_model`. Raises ModelError."""
+    if mesh.tensor_size == 1 or (batch is None and spec.train is None):
+        return facts
+    from pdsl.lowering.tensor_reading import with_tensor_facts
+
+    module = model is not None and not isinstance(model, type) and hasattr(model, "named_parameters")
+    return with_tensor_facts(
+        spec,
+        facts,
+        mesh,
+        batch=lambda: batch if batch is not None else example_batch(spec),
+        model=(lambda: copy.deepcopy(model)) if module else model,
+    )
+
+
+def check_tensor(spec: Spec, facts: ModelFacts, mesh: Mesh) -> None:
+    """Raises SpecError if the rules on what a tensor rank would do find an error."""
+    findings, _ = run_rules(Context(spec, mesh, facts), on_tensor=True)
+    if has_errors(findings):
+        raise SpecError(tuple(sorted(findings, key=lambda d: d.sort_key)))
 
 
 def check_rules(spec: Spec, facts: ModelFacts, world: int | None, pipelines: Sequence[tuple[int, int]] | None) -> Mesh:

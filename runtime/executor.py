@@ -13,6 +13,7 @@ import torch
 from attrs import define, field
 
 from pdsl.grammar.errors import RunError
+from pdsl.lowering.crossings import crossing
 from pdsl.lowering.facts import BoundaryTensor
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Action, ActionKind, Program
@@ -91,11 +92,11 @@ class Executor:
     _ready: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, ...]] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        rank, facts = self.program.rank, self.plan.facts
+        rank = self.program.rank
         stages = self.plan.template(self.plan.coordinate(rank).pipeline).stages
         self._own_stages = self.plan.stages_of(rank)
         self._current = self.program.actions[0]
-        self._inputs = {i: facts.layers[s.start].inputs if i else () for i, s in enumerate(stages)}
+        self._inputs = {i: crossing(self.plan, s.start) if i else () for i, s in enumerate(stages)}
         ends = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
         self._last_backward = frozenset({a.stage: i for i, a in enumerate(self.program.actions) if a.kind in ends}.values())
 

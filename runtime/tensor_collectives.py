@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["TensorGroup", "enter", "gather", "gather_parts", "scatter_sum", "slice_of", "sum_of"]
+__all__ = ["TensorGroup", "enter", "gather", "gather_both", "gather_parts", "scatter_sum", "slice_of", "sum_of"]
 
 
 class TensorGroup:
@@ -93,6 +93,21 @@ class _GatherParts(torch.autograd.Function):
         return ctx.group.scatter(grad, ctx.dim), None, None
 
 
+class _GatherBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.dim = group, dim
+        ctx.set_materialize_grads(False)
+        whole = group.gather(tensor, dim)
+        return whole, whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, partial: Tensor | None) -> tuple[Tensor | None, None, None]:
+        mine = ctx.group.slice(grad, ctx.dim) if grad is not None else None
+        theirs = ctx.group.scatter(partial, ctx.dim) if partial is not None else None
+        return mine if theirs is None else theirs if mine is None else mine + theirs, None, None
+
+
 class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
@@ -133,6 +148,12 @@ def gather(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
 def gather_parts(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """The whole from a part on each rank, for computing a different part on each: the backward sums the gradients and takes the part."""
     return _GatherParts.apply(tensor, group, dim)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gather_both(tensor: Tensor, group: TensorGroup, dim: int) -> tuple[Tensor, Tensor]:
+    """What `gather` and what `gather_parts` give, for one exchange."""
+    whole, partial = _GatherBoth.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
+    return whole, partial
 
 
 def slice_of(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:

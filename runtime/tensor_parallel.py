@@ -23,7 +23,7 @@ from pdsl.lowering.parts import named_axes, part
 from pdsl.lowering.plan import ParameterLayout, Plan
 from pdsl.lowering.styles import ModuleStyle, module_style
 from pdsl.lowering.tensor_facts import TensorFacts
-from pdsl.runtime.tensor_collectives import TensorGroup, enter, gather, gather_parts, scatter_sum, slice_of, sum_of
+from pdsl.runtime.tensor_collectives import TensorGroup, enter, gather, gather_both, gather_parts, scatter_sum, slice_of, sum_of
 
 __all__ = ["apply_tensor_parallel", "live_names"]
 
@@ -133,7 +133,7 @@ def _replace_forward(model: nn.Module, name: str, layout: ParameterLayout, bound
         raise RunError(f"{name}: only Linear and Embedding can be split over a tensor axis, this is a {type(module).__name__}")
     style = module_style(layout, groups.axes, embedding=isinstance(module, nn.Embedding))
     stream = facts.sequence
-    gathers = groups.over(stream) if name in facts.gathers else None
+    gathers = groups.over(stream) if name in dict(facts.gathers) else None
     scatters = groups.over(stream) if name in facts.scatters else None
     inputs = groups.over(style.inputs) if style.inputs else None
     outputs = groups.over(style.outputs) if style.outputs else None
@@ -142,7 +142,7 @@ def _replace_forward(model: nn.Module, name: str, layout: ParameterLayout, bound
         made = _embedding(module, style, inputs, outputs, bounds[0])
     else:
         made = _linear(module, style, inputs, outputs, gathers, scatters)
-    module.forward = made
+    module.__dict__["forward"] = made
 
 
 def _linear(
@@ -160,11 +160,12 @@ def _linear(
         if inputs is not None and style.takes_whole:
             x = _shared(x, f"part of {style.inputs}", lambda t: slice_of(t, inputs, -1))
         if outputs is not None and outputs is not gathers:
-            x = _shared(x, f"for {style.outputs}", lambda t: enter(t, outputs))
+            x = _shared(x, _entering(style.outputs), lambda t: enter(t, outputs))
         y = F.linear(x, module.weight, module.bias if inputs is None else None)
         if inputs is not None:
             y = _summed(y, inputs, scatters)
-            y = y if module.bias is None else y + module.bias
+            bias: Tensor | None = module.bias
+            y = y if bias is None else y + bias
         return gather(y, outputs, -1) if outputs is not None and style.gives_whole else y
 
     return forward
@@ -182,12 +183,20 @@ def _summed(y: Tensor, inputs: TensorGroup, stream: TensorGroup | None) -> Tenso
 
 def _shared(x: Tensor, key: str, exchange: Callable[[Tensor], Tensor]) -> Tensor:
     """What is exchanged for a tensor, once for all modules that are given it."""
-    known: dict[str, Tensor] = x.__dict__.setdefault("_pdsl_exchanged", {})
-    key = f"{key} {x._version} {torch.is_grad_enabled()}"
-    found = known.get(key)
-    if found is None:
-        found = known[key] = exchange(x)
-    return found
+    known = _exchanged(x)
+    if key not in known:
+        known[key] = exchange(x)
+    return known[key]
+
+
+def _exchanged(x: Tensor) -> dict[str, Tensor]:
+    """What was exchanged for a tensor as it is now."""
+    by_state: dict[tuple[int, bool], dict[str, Tensor]] = x.__dict__.setdefault("_pdsl_exchanged", {})
+    return by_state.setdefault((x._version, torch.is_grad_enabled()), {})
+
+
+def _entering(outputs: tuple[str, ...]) -> str:
+    return f"for {', '.join(outputs)}"
 
 
 def _embedding(
@@ -233,6 +242,26 @@ def _split_stream(model: nn.Module, plan: Plan, facts: TensorFacts, groups: _Gro
         leaves, spec = tree_flatten(output)
         return tree_unflatten([gather(t, group, leaving[i]) if i in leaving else t for i, t in enumerate(leaves)], spec)
 
+    styled = {n.rpartition(".")[0] for p in plan.facts.parameters if plan.layout(p.name).splits for n in (p.name, *p.aliases)}
+    for name, where in facts.gathers:
+        if name not in styled:  # those gather by themselves
+            model.get_submodule(name).register_forward_pre_hook(_giving_whole(group, facts.sequence, where), with_kwargs=True)
     model.get_submodule(blocks[0].name).register_forward_pre_hook(enters, with_kwargs=True)
     if leaving:
         model.get_submodule(blocks[-1].name).register_forward_hook(leaves_)
+
+
+def _giving_whole(group: TensorGroup, axes: tuple[str, ...], where: tuple[int, ...]) -> Callable[..., Any]:
+    """A hook that gathers the sequence of some arguments. Projections that split their outputs over the same axes find theirs made, for one exchange."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        found, partial = gather_both(tensor, group, SEQUENCE)
+        _exchanged(found)[_entering(axes)] = partial
+        return found
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves, spec = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten([whole(t) if i in where else t for i, t in enumerate(leaves)], spec)
+        return args, kwargs
+
+    return before

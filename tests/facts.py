@@ -5,8 +5,9 @@ from __future__ import annotations
 from attrs import evolve
 
 from pdsl.lowering.facts import LayerFacts, LayerKind, ModelFacts, ParameterFacts
+from pdsl.lowering.tensor_facts import TensorFacts, TensorProblem
 
-__all__ = ["FACTS", "gpt_facts"]
+__all__ = ["FACTS", "gpt_facts", "probed"]
 
 
 def gpt_facts(*, layers: int = 4, width: int = 64, vocab: int = 256, tied: bool = False, cut_before: str = "") -> ModelFacts:
@@ -40,11 +41,33 @@ def gpt_facts(*, layers: int = 4, width: int = 64, vocab: int = 256, tied: bool 
     return ModelFacts("pdsl.models:gpt", tuple(chain), tuple(parameters), inputs=("tokens",), loss=True)
 
 
+def probed(kind: str, module: str, text: str, parameter: str = "") -> ModelFacts:
+    """The decoder, of which a tensor probe has found one problem."""
+    return evolve(gpt_facts(), tensor=TensorFacts((TensorProblem(kind, module, text, parameter),)))
+
+
 FACTS = {
     "gpt": gpt_facts(),
     "gpt_tied": gpt_facts(tied=True),
     "gpt_frozen": evolve(gpt_facts(), parameters=tuple(evolve(p, trainable=False) for p in gpt_facts().parameters)),
     "gpt_large_head": gpt_facts(layers=1, vocab=50_000, tied=True),
+    "gpt_dropout": evolve(gpt_facts(), random=True),
+    "gpt_heads": probed("heads", "layers.0.attn", "32 features are seen as 2 x 16, and 2 % 4 = 2", "layers.0.attn.wk.weight"),
+    "gpt_fused": probed(
+        "differs",
+        "layers.0.attn",
+        "chunk of (2, 16, 192) has (2, 16, 96) on a tensor rank, and gives (2, 16, 32), which is no part of the whole result (2, 16, 64)",
+        "layers.0.attn.wq.weight",
+    ),
+    "gpt_subclass": probed(
+        "module", "", "layers.0.attn.wq is a lora.Linear: only torch's own Linear and Embedding can be split", "layers.0.attn.wq.weight"
+    ),
+    "gpt_pieces": probed(
+        "gradient",
+        "layers.0.attn",
+        "a tensor that is whole on every rank is used by mul together with what lies split, and elsewhere with what is whole",
+    ),
+    "gpt_odd": probed("sequence", "layers.0", "a sequence of 5 is split over tp = 2: 5 % 2 = 1"),
     "gpt_uncut": gpt_facts(cut_before="a mask made in layers.2 is used here"),
 }
 """The facts that fixtures name."""

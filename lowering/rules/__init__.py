@@ -6,10 +6,14 @@ mesh       PDL2: sizes and roles of axes
 shard      PDL3: patterns and layouts against the parameters of the model
 units      PDL3: when sharded parameters are gathered and reduced
 tensor     PDL3: layouts over tensor axes against their shapes
+tensor_rank  PDL3: what a tensor rank would compute otherwise
 pipeline   PDL4: schedule and batch
+rows       PDL4: a schedule that is read from a file
 halves     PDL4: schedules whose backwards come in halves
 stages     PDL4: stages against the layers of the model
+searched   PDL4: a schedule that is searched for
 budget     PDL5: what a loss within the fault budget leaves
+compiled   PDL7: compiled layers
 training   PDL8: the objective against the model
 general    PDL9: the check itself, and what is not executed yet
 """
@@ -17,12 +21,28 @@ general    PDL9: the check itself, and what is not executed yet
 from __future__ import annotations
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.lowering.rules import budget, general, halves, language, mesh, pipeline, shard, stages, tensor, training, units
+from pdsl.lowering.rules import (
+    budget,
+    compiled,
+    general,
+    halves,
+    language,
+    mesh,
+    pipeline,
+    rows,
+    searched,
+    shard,
+    stages,
+    tensor,
+    tensor_rank,
+    training,
+    units,
+)
 from pdsl.lowering.rules.base import Context, Rule
 
 __all__ = ["RULES", "explain", "rule", "run_rules"]
 
-_MODULES = (language, mesh, shard, units, tensor, pipeline, halves, stages, budget, training, general)
+_MODULES = (language, compiled, mesh, shard, units, tensor, tensor_rank, pipeline, rows, halves, stages, searched, budget, training, general)
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(
@@ -30,7 +50,7 @@ RULES: tuple[Rule, ...] = tuple(
             found()
             for module in _MODULES
             for found in vars(module).values()
-            if isinstance(found, type) and issubclass(found, Rule) and found is not Rule and found.__module__ == module.__name__
+            if isinstance(found, type) and issubclass(found, Rule) and hasattr(found, "code") and found.__module__ == module.__name__
         ),
         key=lambda r: r.code,
     )
@@ -54,11 +74,13 @@ def explain(code: str) -> str:
     return f"{found.code} {found.name} ({found.severity.value})\n\n{cleandoc(found.__doc__ or '')}\n"
 
 
-def run_rules(context: Context) -> tuple[tuple[Diagnostic, ...], frozenset[str]]:
-    """The findings of all rules that apply, and the codes of those that were passed over because something they need is not known."""
+def run_rules(context: Context, *, on_tensor: bool = False) -> tuple[tuple[Diagnostic, ...], frozenset[str]]:
+    """The findings of all rules that apply, and the codes of those that were passed over because something they need is not known. With `on_tensor`
+    only the rules on what a tensor rank would do.
+    """
     found: list[Diagnostic] = []
     skipped: set[str] = set()
-    for one in RULES:
+    for one in (r for r in RULES if r.needs_tensor or not on_tensor):
         if one.applies(context):
             found += one.check(context)
         else:

@@ -82,12 +82,14 @@ class Context:
 
     @cached_property
     def stages(self) -> int | None:
-        """Stages of one pipeline, at least those if they are searched for; None for a schedule that is not executed yet."""
+        """Stages of one pipeline, at least those if they are searched for; None if the rows of the schedule cannot be read."""
         pipeline = self.spec.pipeline
         if pipeline is None:
             return 1
         if pipeline.schedule.name in SEARCHED:
             return max(self.positions, len(pipeline.stages))
+        if pipeline.rows is not None:
+            return pipeline.rows.schedule.stages if pipeline.rows.schedule is not None else None
         family = SCHEDULES.get(pipeline.schedule.name)
         return self.positions * family.per_position(pipeline.virtual) if family is not None else None
 
@@ -118,8 +120,8 @@ class Context:
 
 
 class Rule:
-    """One rule. The docstring has the headings that `explain` prints. `needs` are blocks that must be sound, `needs_facts` and `needs_mesh`
-    say what must be known; where something is missing the rule is passed over.
+    """One rule. The docstring has the headings that `explain` prints. `needs` are blocks that must be sound, `needs_facts`, `needs_mesh` and
+    `needs_tensor` (what a tensor rank would do) say what must be known; where something is missing the rule is passed over.
     """
 
     code: ClassVar[str]
@@ -128,6 +130,7 @@ class Rule:
     needs: ClassVar[frozenset[str]] = frozenset()
     needs_facts: ClassVar[bool] = False
     needs_mesh: ClassVar[bool] = False
+    needs_tensor: ClassVar[bool] = False
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
         """The findings. Rules whose findings come from the parser or the resolver find nothing here."""
@@ -136,6 +139,7 @@ class Rule:
     def applies(self, context: Context) -> bool:
         """Whether all that the rule needs is known and sound."""
         unknown = (self.needs_facts and context.facts is None) or (self.needs_mesh and context.mesh is None)
+        unknown = unknown or (self.needs_tensor and (context.facts is None or context.facts.tensor is None))
         return not unknown and not self.needs & context.broken
 
     def report(

@@ -117,7 +117,7 @@ class LayoutDoesNotFit(Rule):
             yield self.report(
                 "replicate() stands alone: nothing can be split and whole", alone.span, help=("delete it, or all other terms",)
             )
-        tensor = [t for t in rule.terms if isinstance(t, LayoutSlots) or t.name in TENSOR_STYLES]
+        tensor = [t for t in rule.terms if isinstance(t, LayoutSlots) or t.name in (*TENSOR_STYLES, "sequence")]
         if len(tensor) > 1:
             words = listed(map(term_text, tensor))
             yield self.report(f"a layout has one tensor term, not {words}", tensor[1].span, help=("keep one of them",))
@@ -140,24 +140,28 @@ class LayoutDoesNotFit(Rule):
 
 class TiedAndSplit(Rule):
     """What it does
-        Reports a tied parameter that a layout splits over a tensor axis.
+        Reports a tied parameter that `colwise` or `rowwise` splits over a tensor axis.
 
     Why it is bad
-        Tensor parallelism exchanges the parameter of one module. The other modules that it is tied to would keep the whole one, and the two
-        would drift apart.
+        The two styles say what a module takes and gives, and the modules that share the parameter differ in that: what is column-wise for a head
+        is split by other features for an embedding.
 
     Example (bad)
         model "pdsl.models:gpt" { tie = true }
         shard {
-          "tok_embeddings.weight" => [tp, _]      # the head has the same weight
+          "tok_embeddings.weight" => rowwise(tp)      # the head has the same weight
           "**" => replicate()
         }
 
     Better
-        shard { "**" => replicate() }
+        model "pdsl.models:gpt" { tie = true }
+        shard {
+          "tok_embeddings.weight" => [tp, _]
+          "**" => replicate()
+        }
 
     Fix
-        Leave the parameter whole over the tensor axis (`fsdp(...)` may still shard it), or do not tie it.
+        Write the layout in slots: it says where the weight lies, and all of its modules take and give whole tensors.
     """
 
     code = "PDL309"
@@ -167,18 +171,24 @@ class TiedAndSplit(Rule):
     needs_mesh = True
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
+        """The findings, one for each term."""
         if context.mesh is None or context.mesh.tensor_size == 1:
             return
         for index, rule in enumerate(context.spec.shard):
             for term in rule.terms:
+                if isinstance(term, LayoutSlots):
+                    continue
                 tied = [p for p in context.taken(index) if p.aliases and any(True for _ in _splits(term, p))]
                 if not tied:
                     continue
                 more = f" (and {len(tied) - 1} more)" if len(tied) > 1 else ""
+                dim = next(d for d, _ in _splits(term, tied[0]))
+                axes = term.axes[0] if len(term.axes) == 1 else f"({', '.join(term.axes)})"
+                slots = ", ".join(axes if d == dim else "_" for d in range(len(tied[0].shape)))
                 yield self.report(
-                    f'"{tied[0].name}"{more} is tied to {tied[0].aliases[0]}, and a tied parameter cannot be split over a tensor axis',
+                    f'"{tied[0].name}"{more} is tied to {tied[0].aliases[0]}, and {term.name} means something else for each of the two modules',
                     term.span,
-                    help=("write replicate() or fsdp(...) for it, in a rule before this one",),
+                    help=(f"write [{slots}]: the weight is split, all of its modules take and give whole tensors",),
                 )
 
 

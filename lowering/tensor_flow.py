@@ -1,0 +1,87 @@
+"""The way back through what two runs wrote down: which gradients are whole on every tensor rank and which are parts to be summed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from pdsl.lowering.placed import axes_of
+from pdsl.lowering.tensor_facts import TensorProblem
+from pdsl.lowering.tensor_trace import Event, PartRun, ProblemFound
+
+__all__ = ["flow_back"]
+
+_State = frozenset[str]
+_FULL: _State = frozenset()
+
+
+def flow_back(run: PartRun, ends: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:
+    """The parameters (by the names of their ids) whose gradient is a part, with the tensor axes over which it is to be summed.
+
+    The gradient of a tensor that is whole on all ranks is a part if what was made of it lies split: each rank's loss then depends on it through its own part
+    alone. All uses of a tensor must agree, or neither its gradient nor the sum of the parts would be right. A split module sums the
+    gradient of its input itself, and expects a whole one of its output. Raises ProblemFound where that does not hold.
+    """
+    states: dict[int, set[_State]] = {}
+    places: dict[int, Event] = {}
+    for tensor in ends:
+        states.setdefault(id(tensor), set()).add(_FULL)
+    for event in reversed(run.events):
+        reached = [t for t in event.outputs if id(t) in states]
+        for tensor in reached:
+            _agree(run, event, states[id(tensor)], places.get(id(tensor)), names.get(id(tensor), ""))
+        if not reached:
+            continue
+        found = {next(iter(states[id(t)])) for t in reached}
+        if event.module:
+            _check_module(event, found)
+            _reach(run, event, states, places, _FULL, frozenset(), outputs=frozenset())
+            continue
+        _agree(run, event, found, event, "")
+        split = frozenset().union(*(axes_of(p) for t, p in zip(event.outputs, event.placements, strict=True) if id(t) in states))
+        _reach(run, event, states, places, next(iter(found)), split, outputs=frozenset(id(t) for t in event.outputs))
+    partial = {}
+    for key, name in names.items():
+        found = states.get(key, set())
+        if len(found) > 1:
+            _mixed(places[key], name)
+        state = next(iter(found), _FULL)
+        if state:
+            partial[name] = tuple(a.name for a in run.axes if a.name in state)
+    return partial
+
+
+def _reach(
+    run: PartRun,
+    event: Event,
+    states: dict[int, set[_State]],
+    places: dict[int, Event],
+    state: _State,
+    split: _State,
+    outputs: frozenset[int],
+) -> None:
+    for tensor in event.inputs:
+        if not tensor.requires_grad or id(tensor) in outputs:  # written in place: its earlier uses are those before
+            continue
+        mine = axes_of(run.placement(tensor) or ())
+        states.setdefault(id(tensor), set()).add(state | (split - mine))
+        places.setdefault(id(tensor), event)
+
+
+def _agree(run: PartRun, event: Event, found: set[_State], used: Event | None, name: str) -> None:
+    if len(found) > 1:
+        _mixed(used or event, name)
+
+
+def _check_module(event: Event, found: set[_State]) -> None:
+    if found != {_FULL}:
+        over = ", ".join(sorted(frozenset().union(*found)))
+        text = f"what {event.name} gives is whole, and is used together with what lies split over {over}: its gradient would be a part on each rank"
+        raise ProblemFound(TensorProblem("gradient", event.name, text))
+
+
+def _mixed(event: Event, name: str) -> None:
+    what = name or "a tensor that is whole on every rank"
+    text = f"{what} is used by {event.name} together with what lies split, and elsewhere with what is whole: its gradient would be neither whole nor a part"
+    raise ProblemFound(TensorProblem("gradient", event.where, text, name))

@@ -1,0 +1,194 @@
+"""Tensor and sequence parallel plans compute what one process computes, on models as users write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pdsl
+from pdsl.grammar.errors import SpecError
+from pdsl.lowering.plan import Plan
+from pdsl.runtime.rows import step_indices
+from tests.equality import check_against_one_process, compile_text, spec_text, tensor_rules
+from tests.equality import one_process as gpt_in_one_process
+from tests.pool import Pool
+from tests.tensor_models import llama, llama_rows
+
+SEED, BATCH = 11, 8
+
+
+def text(axes: dict[str, int], rules: str, *, pipeline: str = "", length: int = 8, **model: Any) -> str:
+    mesh = "\n".join(f"axis {name} = {size}" for name, size in axes.items())
+    arguments = "; ".join(f"{k} = {_word(v)}" for k, v in model.items())
+    return f"""pdsl 1
+mesh {{
+{mesh}
+}}
+cluster {{ device = cpu }}
+model "tests.tensor_models:llama" {{ {arguments} }}
+shard {{
+{rules}
+}}
+{pipeline}
+train {{
+  data = source("tests.tensor_models:llama_rows", length = {length})
+  batch = {BATCH}
+  steps = 10
+  optimizer = adamw(lr = 1e-3, eps = 1e-4)
+  seed = {SEED}
+}}
+"""
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+MATRICES = """
+"layers.*.attn.w{q,k,v}.weight" => colwise(tp)
+"layers.*.attn.wo.weight" => rowwise(tp)
+"layers.*.mlp.w{1,3}.weight" => colwise(tp)
+"layers.*.mlp.w2.weight" => rowwise(tp)
+"""
+REST = '"**" => replicate()\n'
+VOCABULARY = '"tok.weight" => [tp, _]\n"head.weight" => [tp, _]\n'
+SEQUENCE = '"layers.*.norm*.*" => sequence(tp)\n'
+STREAM = SEQUENCE + '"norm.weight" => sequence(tp)\n'
+
+
+def one_process(length: int = 8, **model: Any) -> dict[str, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        net = llama(**model)
+    data = llama_rows(length)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, eps=1e-4)
+    found: dict[str, Any] = {"losses": [], "gradients": [], "norms": []}
+    for step in range(3):
+        rows = data.rows(step_indices(SEED, step, len(data), BATCH))
+        optimizer.zero_grad()
+        loss = net(**rows)
+        loss.backward()
+        found["gradients"].append({n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None})
+        found["norms"].append(float(torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])))
+        optimizer.step()
+        found["losses"].append(loss.item())
+    found["weights"] = {n: p.detach().clone() for n, p in net.named_parameters()}
+    return found
+
+
+def check(pool: Pool, axes: dict[str, int], rules: str, *, pipeline: str = "", length: int = 8, **model: Any) -> Plan:
+    plan = pdsl.compile(pdsl.load(text(axes, rules, pipeline=pipeline, length=length, **model)))
+    check_against_one_process(pool, plan, one_process(length, **model))
+    return plan
+
+
+# --- tensor parallel ------------------------------------------------------------------------------------------------------------------
+
+
+def test_grouped_queries_and_gated_mlps(pool: Pool) -> None:
+    check(pool, {"tp": 2}, MATRICES + REST)
+
+
+def test_biases_are_added_once(pool: Pool) -> None:
+    check(pool, {"tp": 2}, MATRICES + REST, bias=True)
+
+
+def test_norms_of_heads_get_the_sum_of_the_gradients_of_all_heads(pool: Pool) -> None:
+    plan = check(pool, {"tp": 2}, MATRICES + REST, norm=True)
+    assert plan.layout("layers.0.attn.q_norm.weight").summed == ("tp",)
+    assert plan.layout("layers.0.norm1.weight").summed == ()
+
+
+def test_norms_of_heads_that_are_sharded_too(pool: Pool) -> None:
+    rules = MATRICES.replace("(tp)", "(tp) + fsdp(fsdp)") + '"**" => fsdp(fsdp)\n'
+    check(pool, {"fsdp": 2, "tp": 2}, rules, norm=True, bias=True)
+
+
+def test_vocabulary_in_parts(pool: Pool) -> None:
+    check(pool, {"tp": 2}, VOCABULARY + MATRICES + REST, padding=5)
+
+
+def test_tied_vocabulary_in_parts(pool: Pool) -> None:
+    check(pool, {"tp": 2}, '"tok.weight" => [tp, _]\n' + MATRICES + REST, tie=True)
+
+
+def test_tied_vocabulary_in_parts_over_stages(pool: Pool) -> None:
+    pipeline = "pipeline over pp { schedule = one_f_one_b(microbatches = 2) }"
+    check(pool, {"pp": 2, "tp": 2}, '"tok.weight" => [tp, _]\n' + MATRICES + REST, tie=True, pipeline=pipeline)
+
+
+def test_fused_projection_in_slots(pool: Pool) -> None:
+    rules = '"layers.*.attn.wqkv.weight" => [tp, _]\n"layers.*.attn.wo.weight" => [_, tp]\n' + MATRICES.split("\n", 3)[3] + REST
+    check(pool, {"tp": 2}, rules, fused=True, bias=True)
+
+
+# --- sequence parallel ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rules", [SEQUENCE + MATRICES + REST, STREAM + VOCABULARY + MATRICES + REST], ids=["blocks", "stream"])
+def test_sequence_in_parts(pool: Pool, rules: str) -> None:
+    plan = check(pool, {"tp": 2}, rules, bias=True, norm=True)
+    assert plan.layout("layers.1.norm2.bias").summed == ("tp",)
+    assert plan.layout("layers.1.mlp.w2.bias").summed == ("tp",)
+
+
+def test_sequence_in_parts_crosses_stages_in_parts(pool: Pool) -> None:
+    pipeline = "pipeline over pp { schedule = one_f_one_b(microbatches = 2) }"
+    check(pool, {"pp": 2, "tp": 2}, STREAM + VOCABULARY + MATRICES, pipeline=pipeline, layers=4)
+
+
+def test_sequence_in_parts_with_sharded_parameters(pool: Pool) -> None:
+    rules = (STREAM + VOCABULARY + MATRICES).replace("(tp)\n", "(tp) + fsdp(fsdp)\n").replace("_]\n", "_] + fsdp(fsdp)\n")
+    check(pool, {"fsdp": 2, "tp": 2}, rules + '"**" => fsdp(fsdp)\n', bias=True)
+
+
+def test_sequence_of_the_small_gpt_in_parts(pool: Pool) -> None:
+    rules = tensor_rules().replace('  "**" ', '  "**.*_norm.weight" => sequence(tp)\n  "**" ', 1)
+    plan = compile_text(spec_text({"pp": 2, "tp": 2}, rules, schedule="one_f_one_b(microbatches = 2)"))
+    check_against_one_process(pool, plan, gpt_in_one_process(SEED, 16))
+
+
+# --- several tensor axes --------------------------------------------------------------------------------------------------------------
+
+
+def test_two_axes_on_one_dim(pool: Pool) -> None:
+    rules = MATRICES.replace("(tp)", "(a, b)")
+    check(pool, {"a": 2, "b": 2}, '"tok.weight" => [(a, b), _]\n' + rules + REST, kv_heads=4)
+
+
+def test_one_parameter_in_two_dims(pool: Pool) -> None:
+    check(
+        pool, {"a": 2, "b": 2}, '"head.weight" => [a, b]\n"tok.weight" => [a, b]\n"layers.*.mlp.w2.weight" => [b, a]\n"**" => replicate()\n'
+    )
+
+
+def test_each_axis_for_some_of_the_parameters(pool: Pool) -> None:
+    rules = MATRICES.replace('attn.w{q,k,v}.weight" => colwise(tp)', 'attn.w{q,k,v}.weight" => colwise(a)')
+    rules = rules.replace('attn.wo.weight" => rowwise(tp)', 'attn.wo.weight" => rowwise(a)').replace("(tp)", "(a, b)")
+    check(pool, {"a": 2, "b": 2}, rules + REST, norm=True, bias=True)
+
+
+# --- what the check refuses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules", "model", "code", "words"),
+    [
+        ({"tp": 4}, MATRICES + REST, {}, "PDL310", "16 features are seen as 2 x 8, and 2 % 4 = 2"),
+        ({"tp": 2}, MATRICES + REST, {"form": "named"}, "PDL311", "view of (2, 8, 32) has (2, 8, 16) on a tensor rank, and fails"),
+        ({"tp": 2}, MATRICES + REST, {"form": "length"}, "PDL311", "which is no part of the whole result"),
+        ({"tp": 2}, MATRICES + REST, {"inner_norm": True}, "PDL311", "rms_norm"),
+        ({"tp": 2}, MATRICES.replace("w{q,k,v}", "wqkv") + REST, {"fused": True}, "PDL311", "chunk of (2, 8, 96) has (2, 8, 48)"),
+        ({"tp": 2}, SEQUENCE + MATRICES + REST, {"length": 7}, "PDL313", "7 % 2 = 1"),
+        ({"tp": 2}, MATRICES.replace("attn", "attention") + REST, {}, "PDL301", "matches no parameter"),
+    ],
+    ids=["kv heads", "named heads", "length gives way", "norm over all features", "fused", "odd length", "pattern"],
+)
+def test_what_a_rank_would_compute_otherwise_is_refused(
+    axes: dict[str, int], rules: str, model: dict[str, Any], code: str, words: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        pdsl.compile(pdsl.load(text(axes, rules, **model)))
+    assert {d.code for d in caught.value.diagnostics if words in d.message} == {code}

@@ -11,7 +11,6 @@ from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.mesh import Mesh, axis_roles, build_mesh
 from pdsl.lowering.plan import Budget, ParameterLayout, StageCut
 from pdsl.lowering.schedules import SCHEDULES
-from pdsl.lowering.searched import searches
 from pdsl.lowering.spec import CallValue, Quantity, Spec
 from pdsl.lowering.stage_memory import StageMemory, fits_in
 from pdsl.lowering.templates import Fits, cuts_for_sizes
@@ -122,9 +121,10 @@ def _asked_schedule(spec: Spec) -> str:
 
 def _cut_by(spec: Spec) -> str:
     """The schedule for which layers are cut and memory is counted. Pipelines of every length whose schedule is searched for have one stage on each
-    position, and room for what 1F1B holds.
+    position, and room for what 1F1B holds. A schedule from a file is for one length, which a rule sees to.
     """
-    return "one_f_one_b" if searches(spec.pipeline) else _asked_schedule(spec)
+    asked = _asked_schedule(spec)
+    return asked if asked in SCHEDULES else "one_f_one_b"
 
 
 def fixed_budget(spec: Spec, mesh: Mesh, stages: tuple[StageCut, ...]) -> Budget:

@@ -29,7 +29,8 @@ from pdsl.lowering.plan import (
     Template,
     Validation,
 )
-from pdsl.lowering.schedule import Schedule
+from pdsl.lowering.schedule import Schedule, repeat
+from pdsl.lowering.schedule_rows import RowsFile
 from pdsl.lowering.schedules import SCHEDULES, single
 from pdsl.lowering.searched import searches
 from pdsl.lowering.simulate import StageCosts, simulate
@@ -114,6 +115,10 @@ def _layouts_pass(draft: _Draft) -> _Draft:
 def _budget_pass(draft: _Draft) -> _Draft:
     """The budget of pipelines that may differ in length, and who gets how many nodes and microbatches at first. A fixed mesh gets its budget at the end."""
     spec, facts, mesh = draft.spec, draft.facts, draft.mesh
+    if spec.pipeline is not None and spec.pipeline.rows is not None and (loses(spec) or sizing_of(spec, mesh) is not None):
+        raise PlanError(
+            f"{spec.pipeline.rows.path} is for pipelines of one length and one count of microbatches, which a loss would change"
+        )
     if draft.asked:
         return evolve(draft, budget=_asked_budget(draft)) if loses(spec) else draft
     sizes = sizing_of(spec, mesh)
@@ -159,6 +164,8 @@ def _template(draft: _Draft, positions: int, microbatches: int) -> Template:
 
 def _schedule(draft: _Draft, positions: int, microbatches: int) -> Schedule:
     pipeline, rounds = draft.spec.pipeline, draft.rounds
+    if pipeline is not None and pipeline.rows is not None:
+        return _read_schedule(pipeline.rows, positions, microbatches, rounds)
     family = SCHEDULES.get(pipeline.schedule.name) if pipeline is not None else None
     if positions == 1 and (pipeline is None or family is None or family.per_position(pipeline.virtual) == 1):
         return single(microbatches * rounds)
@@ -168,6 +175,16 @@ def _schedule(draft: _Draft, positions: int, microbatches: int) -> Schedule:
     if reason is not None:
         raise PlanError(f"{family.name} cannot run {microbatches} microbatches on {positions} positions: {reason}")
     return family.accumulate(positions, microbatches, pipeline.virtual, rounds)
+
+
+def _read_schedule(rows: RowsFile, positions: int, microbatches: int, rounds: int) -> Schedule:
+    made = rows.schedule
+    if made is None:
+        raise PlanError("; ".join(rows.findings[:3]))
+    if (made.positions, made.microbatches) != (positions, microbatches):
+        have = f"{made.positions} positions and {made.microbatches} microbatches"
+        raise PlanError(f"{rows.path} is for {have}, not for {positions} and {microbatches}")
+    return repeat(made, rounds)
 
 
 def _auto_stages(draft: _Draft, positions: int, microbatches: int) -> AutoStages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -43,6 +43,9 @@ from pdsl.lowering.spec import (
 )
 from pdsl.lowering.values import UNKNOWN, Evaluated, Unknown, ValueProblem, compare, describe, show
 
+if TYPE_CHECKING:
+    from pdsl.lowering.schedule_rows import RowsFile
+
 __all__ = ["Resolution", "resolve", "resolve_file"]
 
 _LINKS = ("intra", "inter")
@@ -76,14 +79,14 @@ def resolve_file(
     file: syntax.File, *, overrides: Sequence[str] = (), profile: str | None = None, loader: Loader | None = None, sink: DiagnosticSink
 ) -> Resolution:
     """As `resolve`, but gives what could be resolved in any case."""
-    return _Resolver(file, build_scope(file, loader, sink), collect(file, sink), sink).run(overrides, profile)
+    return _Resolver(file, build_scope(file, loader, sink), collect(file, sink), sink, loader).run(overrides, profile)
 
 
 class _Resolver:
     """One run over one file."""
 
-    def __init__(self, file: syntax.File, scope: Scope, leaves: Leaves, sink: DiagnosticSink) -> None:
-        self.file, self.scope, self.leaves, self.sink = file, scope, leaves, sink
+    def __init__(self, file: syntax.File, scope: Scope, leaves: Leaves, sink: DiagnosticSink, loader: Loader | None) -> None:
+        self.file, self.scope, self.leaves, self.sink, self.loader = file, scope, leaves, sink, loader
         self.evaluator = Evaluator(sink, self._leaf_value, lenient=file.damaged)
         self.reader = KeyReader(leaves, scope, self.evaluator, sink, broken=leaves.broken)
 
@@ -280,7 +283,17 @@ class _Resolver:
         schedule = read["schedule"]
         if not isinstance(schedule, CallValue):
             return None
-        return PipelineSpec(axis.text, schedule, stages, block.keyword.span, axis.span)
+        return PipelineSpec(axis.text, schedule, stages, block.keyword.span, axis.span, self._rows(schedule))
+
+    def _rows(self, schedule: CallValue) -> RowsFile | None:
+        """What the file of a schedule says; its path is relative to the folder of the spec."""
+        if schedule.name != "rows" or not schedule.positional or not isinstance(schedule.positional[0], str):
+            return None
+        from pdsl.lowering.schedule_rows import read_rows  # only such a spec needs it
+
+        path = schedule.positional[0]
+        at = posixpath.normpath(posixpath.join(posixpath.dirname(self.file.source.name), path))
+        return read_rows(self.loader(at) if self.loader is not None else None, path)
 
     def _pipeline_axis(self, block: syntax.Block, rules: RuleReader) -> syntax.Name | None:
         match block.labels:

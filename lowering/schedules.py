@@ -33,11 +33,11 @@ from pdsl.lowering.v_schedules import dualpipe_v, zbv
 
 __all__ = [
     "FAMILIES",
-    "PLANNED",
+    "READ",
     "SCHEDULES",
     "SEARCHED",
+    "OtherFamily",
     "Placement",
-    "PlannedFamily",
     "ScheduleFamily",
     "dualpipe_v",
     "eager_1f1b",
@@ -386,35 +386,23 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
 
 
 @frozen
-class PlannedFamily:
-    """A schedule that the language knows and that is not generated from counts alone: it is searched for, or not executed yet."""
+class OtherFamily:
+    """A schedule that the language knows and that is not generated from counts: it is searched for, or read from a file."""
 
     name: str
     summary: str
     arguments: tuple[str, ...]
-    placement: Placement
-    stages_per_position: int | None
-
-    @property
-    def reason(self) -> str:
-        """A sentence for a diagnostic."""
-        return f"{self.name} is planned, but not executed yet; {', '.join(SCHEDULES)} are"
+    placement: Placement = "free"
+    stages_per_position: int | None = None
 
 
-PLANNED: Mapping[str, PlannedFamily] = MappingProxyType(
-    {
-        family.name: family
-        for family in (
-            PlannedFamily("rows", "rows of operations from a file", ("file",), "free", None),
-        )
-    }
-)
-"""The families to come, so that a checker can say so instead of calling them unknown."""
-
-SEARCHED: Mapping[str, PlannedFamily] = MappingProxyType(
-    {"auto": PlannedFamily("auto", "the best found for the given costs, latency and memory", ("microbatches", "hop", "split"), "free", None)}
+SEARCHED: Mapping[str, OtherFamily] = MappingProxyType(
+    {"auto": OtherFamily("auto", "the best found for the given costs, latency and memory", ("microbatches", "hop", "split"))}
 )
 """The schedule that has no rows of its own: a plan searches for them, see `search`."""
 
-FAMILIES: Mapping[str, ScheduleFamily | PlannedFamily] = MappingProxyType({**SCHEDULES, **SEARCHED, **PLANNED})
+READ: Mapping[str, OtherFamily] = MappingProxyType({"rows": OtherFamily("rows", "rows of operations from a file", ("file",))})
+"""The schedule whose rows are in a file, see `schedule_rows`."""
+
+FAMILIES: Mapping[str, ScheduleFamily | OtherFamily] = MappingProxyType({**SCHEDULES, **SEARCHED, **READ})
 """All schedules that the language knows."""

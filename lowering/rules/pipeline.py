@@ -8,9 +8,9 @@ from fractions import Fraction
 from pdsl.grammar.diagnostics import Diagnostic, Label, Severity
 from pdsl.lowering.rules.base import Context, Rule, listed, plural
 from pdsl.lowering.rules.mesh import divisors
-from pdsl.lowering.schedules import PLANNED, SCHEDULES, ScheduleFamily
+from pdsl.lowering.schedules import SCHEDULES, ScheduleFamily
 
-__all__ = ["BatchNotDivisible", "IdlePipeline", "InterleavingRounds", "MicrobatchesAgainstSchedule", "ScheduleNotExecuted"]
+__all__ = ["BatchNotDivisible", "IdlePipeline", "InterleavingRounds", "MicrobatchesAgainstSchedule"]
 
 _COUNT = "pipeline.schedule.microbatches"
 
@@ -197,12 +197,14 @@ class BatchNotDivisible(Rule):
             tail = f"{m} microbatches do not divide" if over else f"does not divide into {m} microbatches"
             counts = _accepted(context, divisors(samples))
             told = listed(counts if len(counts) <= 12 else (*counts[:11], "..."), "or")
+            batches = f"batch = {_near(train.batch, parts * m)}"
+            read = context.spec.pipeline is not None and context.spec.pipeline.rows is not None
             yield self.report(
                 f"{each} {tail}: {samples} % {m} = {samples % m}",
                 context.place("train.batch", "train"),
                 f"{train.batch}{context.by('train.batch')}",
                 labels=(*context.label(_COUNT, plural(m, "microbatch").replace("hs", "hes")), *self._axes(context)),
-                help=(f"microbatches = {told}; or batch = {_near(train.batch, parts * m)}",),
+                help=(batches if read else f"microbatches = {told}; or {batches}",),
             )
 
     def _uneven(self, context: Context, batch: int, parts: int, over: str, m: int) -> Diagnostic:
@@ -228,38 +230,6 @@ class BatchNotDivisible(Rule):
 def _near(batch: int, parts: int) -> str:
     below = batch // parts * parts
     return f"{below} or {below + parts}" if below else str(parts)
-
-
-class ScheduleNotExecuted(Rule):
-    """What it does
-        Finds schedules that the language knows and this version cannot execute.
-
-    Why it is bad
-        No plan can be made for them yet.
-
-    Example (bad)
-        pipeline over pp { schedule = rows("x.csv") }
-
-    Better
-        pipeline over pp { schedule = zero_bubble(microbatches = 8) }
-
-    Fix
-        Take one of the schedules that the message names.
-    """
-
-    code = "PDL407"
-    name = "schedule-not-executed"
-    needs = frozenset({"pipeline"})
-
-    def check(self, context: Context) -> Iterable[Diagnostic]:
-        pipeline = context.spec.pipeline
-        if pipeline is None or pipeline.schedule.name not in PLANNED:
-            return
-        yield self.report(
-            f"schedule {pipeline.schedule.name} is not executed yet",
-            pipeline.schedule.span or context.place("pipeline.schedule"),
-            help=(f"{listed(SCHEDULES)} are",),
-        )
 
 
 class IdlePipeline(Rule):

@@ -61,7 +61,7 @@ class Statistics:
         group = mesh["shard"].get_group() if mesh is not None and plan.shard_size > 1 and names else None
         made = cls({n: m for n in names if isinstance(m := model.get_submodule(n), _BatchNorm)}, group)
         for name, module in made.modules.items():
-            module.forward = made._forward(name, module, module.forward)  # type: ignore[method-assign]
+            module.forward = made._forward(name, module, module.forward)  # type: ignore[method-assign,assignment]
         return made
 
     def begin_pass(self, index: int, total: int, *, counts: bool) -> None:
@@ -246,7 +246,7 @@ class _Normalised(torch.autograd.Function):
         return y.to(x.dtype), mean, squares / (total - 1).clamp(min=1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hat, weight, scale, total = ctx.saved_tensors
         grad = grads[0].to(hat.dtype)
         by_bias, by_weight = grad.sum(ctx.dims), (grad * hat).sum(ctx.dims)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tests.user_models import Rows
 
-__all__ = ["normed", "normed_rows"]
+__all__ = ["Normed", "normed", "normed_rows", "reading"]
 
 WIDTH = 8
 
@@ -50,3 +50,21 @@ def normed(blocks: int = 4, affine: bool = True, momentum: float = 0.1) -> nn.Mo
 def normed_rows(size: int = 96) -> Rows:
     generator = torch.Generator().manual_seed(5)
     return Rows(x=torch.randn(size, WIDTH, generator=generator), target=torch.randn(size, generator=generator))
+
+
+class _Reading(nn.Module):
+    """Its loss depends on the running statistics: where they are not the same, losses are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Normed(affine=True, momentum=0.3) for _ in range(4)])
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        norm = self.blocks[-1].norm
+        return nn.functional.mse_loss(x.mean(1) * norm.running_var.detach().mean() + norm.running_mean.detach().sum(), target)
+
+
+def reading() -> nn.Module:
+    return _Reading()

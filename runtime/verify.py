@@ -11,6 +11,7 @@ computes loss and gradients at the ranks' own weights, and updates them with the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -127,7 +128,9 @@ def oracle(plan: Plan, ranks: Trace) -> Trace:
     """The same steps in this process with plain torch: one model, whole batches, one backward a step.
 
     Below fp32 a sum depends on its parts: a gradient is rounded before it is added to others. There the batch is taken in the parts that ranks and
-    microbatches have, whose gradients are added up in the format of the plan. Each step begins at the weights that the ranks had (the first at the model's own seeded build) and is updated with the ranks' gradients.
+    microbatches have, whose gradients are added up in the format of the plan.
+
+    Each step begins at the weights that the ranks had (the first at the model's own seeded build) and is updated with the ranks' gradients.
     """
     job, steps = plan.job, len(ranks.losses)
     model = build(plan, {p.name for p in plan.facts.parameters}, torch.device("cpu"))
@@ -142,12 +145,14 @@ def oracle(plan: Plan, ranks: Trace) -> Trace:
     for step in range(steps):
         pieces = _pieces(plan, samples.count(step))
         rows = samples.take(step, pieces)
+        optimizer.zero_grad()
         formats.refresh()
         loss, count = 0.0, 0
         for piece, share in rows.shares.items():
             batch = share.batch
             single = plan.facts.sequential or len(plan.facts.inputs) == 0
-            with row_seeded(model, plan.facts, seed=job.seed, step=step, places=pieces[piece], microbatch=piece):
+            draws = row_seeded(model, plan.facts, seed=job.seed, step=step, places=pieces[piece], microbatch=piece)
+            with draws if plan.facts.random else nullcontext():
                 output = model(next(iter(batch.values()))) if single else model(**{n: batch[n] for n in plan.facts.inputs})
                 weighted = objective(Formats.output(plan, output), share, rows.samples)
                 weighted.loss.backward()

@@ -12,6 +12,7 @@ from typing import IO, Any, Self
 
 from pdsl.grammar.errors import RunError
 from pdsl.runtime.session import StepResult
+from pdsl.runtime.validation import Validated
 
 __all__ = ["Reporter"]
 
@@ -65,6 +66,20 @@ class Reporter:
             self._bar.console.print(text, highlight=False, markup=False)
             return
         print(text, file=sys.stderr, flush=True)
+
+    def validated(self, found: Validated, generation: int | None = None) -> None:
+        """Tell the loss on held-out data."""
+        known = self._generation if generation is None else generation
+        self.write(
+            {
+                "step": found.steps - 1,
+                "validation_loss": found.loss,
+                "validation_samples": found.samples,
+                "seconds": found.seconds,
+                "generation": known,
+            }
+        )
+        self.say(f"step {found.steps}/{self._steps}  loss {found.loss:.4f} on {found.samples} held-out samples")
 
     def ends(self, steps: int) -> None:
         """The data ended before the steps that were asked for were taken."""

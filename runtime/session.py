@@ -29,6 +29,7 @@ from pdsl.runtime.objective import make_objective
 from pdsl.runtime.optimizer import OptimizerFactory
 from pdsl.runtime.part import Part
 from pdsl.runtime.rows import Batch, Share, StepRows, rank_rows, real_places, shares, split_batch
+from pdsl.runtime.validation import Validated, make_validator
 
 __all__ = ["Session", "StepResult", "agree_on_plan"]
 
@@ -90,6 +91,7 @@ class Session:
         self._program = program(plan, rank)
         self.groups = Groups(plan, self._program, store, self.device, timeout)
         self.engine = Engine.of(plan, self._program, self.part, self.groups, make_objective(plan.job))
+        self.validator = make_validator(plan)
         self._closed = False
         self._places = rank_rows(plan, rank)
         self.steps_taken = 0
@@ -148,6 +150,15 @@ class Session:
         rows = shares(self._places, size, lambda places: split_batch(batch, places, job.shared))
         everything = range(size) if ids is None else ids
         return self.step_shares(rows, {m: [everything[i] for i in real_places(part, size)] for m, part in self._places.items()})
+
+    def validate(self) -> Validated:
+        """The loss on the held-out data of the spec, the same on every rank; training goes on as if there had been none.
+
+        Raises RunError if the spec has no held-out data.
+        """
+        if self.validator is None:
+            raise RunError("the spec names no held-out data: a block validate { data = ... } does")
+        return self.validator.run(self.plan, self.engine, self.steps_taken)
 
     def step_rows(self, rows: Mapping[int, Batch], ids: Mapping[int, Sequence[int]]) -> StepResult:
         """As `step`, with only the rows of this rank, by global microbatch id: those of a full batch."""

@@ -80,6 +80,11 @@ class Units:
         self._root.set_is_last_backward(True)
         end_backward(self._root)
 
+    def rest(self) -> None:
+        """Free what forwards alone have gathered."""
+        for unit in (*(u for units in self._by_stage.values() for u in units), self._root):
+            unit.reshard()
+
     def settle(self) -> None:
         """Wait for the reductions that are under way; before that the gradients of the units hold nothing."""
         if self._exchange is not None:

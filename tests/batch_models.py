@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from pdsl.data import python_source
 from tests.user_models import Rows
 
-__all__ = ["again", "failing", "once", "own_loss", "own_token_loss", "split_by_process", "text", "vectors", "words", "words_rows"]
+__all__ = ["again", "failing", "noisy", "once", "own_loss", "own_token_loss", "split_by_process", "text", "vectors", "words", "words_rows"]
 
 
 class _Residual(nn.Module):
@@ -40,6 +40,11 @@ class _OwnLoss(nn.Module):
 
 def own_loss() -> nn.Module:
     return _OwnLoss()
+
+
+def noisy() -> nn.Sequential:
+    """Drops and normalises, so that it has random numbers and running statistics."""
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8))
 
 
 def vectors(size: int) -> Rows:

@@ -43,6 +43,7 @@ MODELS = {
     "own loss": ("tests.batch_models:own_loss", ""),
     "mse": ("tests.user_models:four_linears", "objective = mse"),
     "tokens": ("tests.batch_models:words", "objective = cross_entropy; loss = mean(over = tokens)"),
+    "noisy": ("tests.batch_models:noisy", "objective = mse"),
     "own tokens": ("tests.batch_models:own_token_loss", "loss = mean(over = tokens)"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from pdsl.lowering.facts import LayerFacts, LayerKind, ModelFacts, ParameterFacts
+from pdsl.lowering.facts import BufferFacts, DrawFacts, LayerFacts, LayerKind, ModelFacts, ParameterFacts, Rowed
 from pdsl.lowering.tensor_facts import TensorFacts, TensorProblem
 
 __all__ = ["FACTS", "gpt_facts", "probed"]
@@ -68,6 +68,38 @@ FACTS = {
         "a tensor that is whole on every rank is used by mul together with what lies split, and elsewhere with what is whole",
     ),
     "gpt_odd": probed("sequence", "layers.0", "a sequence of 5 is split over tp = 2: 5 % 2 = 1"),
+    "gpt_again": evolve(gpt_facts(), recomputed=tuple(f"layers.{n}" for n in range(4))),
+    "gpt_writes": evolve(gpt_facts(), recomputed=("layers.0",), unrepeatable=("layers.0 writes into what it is given",)),
+    "gpt_low": evolve(gpt_facts(), parameters=tuple(evolve(p, dtype="bfloat16") for p in gpt_facts().parameters)),
+    "gpt_two_formats": evolve(
+        gpt_facts(),
+        parameters=tuple(evolve(p, dtype="bfloat16") if p.name.endswith("w2.weight") else p for p in gpt_facts().parameters),
+    ),
+    "gpt_table": evolve(
+        gpt_facts(),
+        refuses="expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16; its buffer layers.0.attn.table of Attention stays in float32",
+    ),
+    "gpt_mixing": evolve(
+        gpt_facts(),
+        random=True,
+        draws=(
+            DrawFacts(1, "bernoulli_", "dropout", "layers.0", ((0, 1), (64, 0)), Rowed.ROWS, 0),
+            DrawFacts(2, "randperm", "randperm", "layers.1", ((0, 1),), Rowed.OPAQUE),
+        ),
+    ),
+    "gpt_normed": evolve(
+        gpt_facts(),
+        statistics=("layers.0.norm1", "layers.1.norm1"),
+        updated=tuple(
+            BufferFacts(f"layers.{n}.norm1.{b}", (64,), "float32", (n + 1,)) for n in (0, 1) for b in ("running_mean", "running_var")
+        ),
+    ),
+    "gpt_counting": evolve(gpt_facts(), buffers=("calls",), updated=(BufferFacts("calls", (), "int64", (0,)),)),
+    "gpt_counting_again": evolve(
+        gpt_facts(), buffers=("layers.0.calls",), updated=(BufferFacts("layers.0.calls", (), "int64", (1,)),), recomputed=("layers.0",)
+    ),
+    "gpt_snapshot": evolve(gpt_facts(), buffers=("snapshot",), shares=(("snapshot", "tok.weight"),)),
+    "gpt_overlapping": evolve(gpt_facts(), shares=(("layers.1.attn.wq.weight", "layers.0.attn.wq.weight"),)),
     "gpt_uncut": gpt_facts(cut_before="a mask made in layers.2 is used here"),
 }
 """The facts that fixtures name."""

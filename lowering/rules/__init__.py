@@ -14,6 +14,9 @@ stages     PDL4: stages against the layers of the model
 searched   PDL4: a schedule that is searched for
 budget     PDL5: what a loss within the fault budget leaves
 compiled   PDL7: compiled layers
+precision  PDL7: number formats
+memory     PDL7: what is computed again, what waits on the host
+forwards   PDL3, PDL8: random numbers, statistics of rows, buffers and shared memory of a forward
 training   PDL8: the objective against the model
 general    PDL9: the check itself, and what is not executed yet
 """
@@ -24,11 +27,14 @@ from pdsl.grammar.diagnostics import Diagnostic
 from pdsl.lowering.rules import (
     budget,
     compiled,
+    forwards,
     general,
     halves,
     language,
+    memory,
     mesh,
     pipeline,
+    precision,
     rows,
     searched,
     shard,
@@ -42,7 +48,26 @@ from pdsl.lowering.rules.base import Context, Rule
 
 __all__ = ["RULES", "explain", "rule", "run_rules"]
 
-_MODULES = (language, compiled, mesh, shard, units, tensor, tensor_rank, pipeline, rows, halves, stages, searched, budget, training, general)
+_MODULES = (
+    language,
+    compiled,
+    mesh,
+    shard,
+    units,
+    tensor,
+    tensor_rank,
+    pipeline,
+    rows,
+    halves,
+    stages,
+    searched,
+    budget,
+    precision,
+    memory,
+    forwards,
+    training,
+    general,
+)
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(

@@ -173,7 +173,8 @@ _ITEM_BYTES = {
 class ModelFacts:
     """All facts of one model. `sequential` tells the easy case: the model is an `nn.Sequential` and its output needs an objective.
     `random` tells whether a forward in training mode draws random numbers, `draws` which, if it was run. `inputs` are the names of the batch entries that the model
-    was called with; `updated` are the buffers that the forward writes, `statistics` the modules that normalise by statistics of the rows. `loss` tells whether it returned a loss: a scalar, or an output with one under that name. `warnings` are things worth
+    was called with; `updated` are the buffers that the forward writes, `statistics` the modules that normalise by statistics of the rows. `shares` are pairs of a buffer or parameter and a parameter that
+    lie in the same memory and are not the same parameter. `loss` tells whether it returned a loss: a scalar, or an output with one under that name. `warnings` are things worth
     telling, such as normalisation with batch statistics or what stands in the way of a chain. `tensor` is what was found out about the layouts of one plan over its tensor axes, None where there are none.
 
     Boundaries, FLOPs and bytes are those of the formats and the recomputation that the model was read with. `recomputed` are the outermost modules whose
@@ -199,6 +200,7 @@ class ModelFacts:
     refuses: str = ""
     draws: tuple[DrawFacts, ...] = ()
     statistics: tuple[str, ...] = ()
+    shares: tuple[tuple[str, str], ...] = ()
 
     def parameter(self, name: str) -> ParameterFacts:
         return next(p for p in self.parameters if p.name == name)

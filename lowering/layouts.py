@@ -51,7 +51,7 @@ def parameter_layouts(
             tensor_dim=dim,
             style=" + ".join(term_text(t) for t in rule.terms),
             line=rule.span.begin.line,
-            shard_axes=named_axes(shard, term.axes) if sharded and term is not None else (),
+            shard_axes=named_axes(shard, [a.name for a in shard if a.name in term.axes]) if sharded and term is not None else (),
             tensor_axes=names,
             second=others[0] if others else None,
             summed=facts.tensor.summed(p.name) if facts.tensor is not None else (),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pdsl.grammar.errors import NotExecuted
 from pdsl.lowering.mesh import SHARD, TENSOR, axis_roles
-from pdsl.lowering.spec import LayoutCall, SizeRange, Spec
+from pdsl.lowering.spec import SizeRange, Spec
 
 __all__ = ["pending", "require_executable"]
 
@@ -40,10 +40,3 @@ def pending(spec: Spec) -> Iterator[tuple[str, str]]:
     for axis in spec.mesh.axes:
         if isinstance(axis.size, SizeRange) and roles.get(axis.name) in (SHARD, TENSOR):
             yield f"mesh.{axis.name}", f"an elastic axis ({axis.size.low} to {axis.size.high})"
-    yield from _layouts(spec)
-
-
-def _layouts(spec: Spec) -> Iterator[tuple[str, str]]:
-    used = {frozenset(t.axes) for rule in spec.shard for t in rule.terms if isinstance(t, LayoutCall) and t.name == "fsdp"}
-    if len(used) > 1:
-        yield "shard", f"layouts that use only some of the shard axes {', '.join(sorted(frozenset().union(*used)))}"

@@ -23,7 +23,7 @@ from pdsl.lowering.running import running_groups
 from pdsl.runtime.sockets import Interrupter
 from pdsl.runtime.waits import LARGE, Collective, Pending, Several, Transfer
 
-__all__ = ["CROSS_SOCKETS", "ISLAND_SOCKETS", "PIPELINE_SOCKETS", "CrossGroup", "Groups", "device_of", "island_mesh"]
+__all__ = ["CROSS_SOCKETS", "ISLAND_SOCKETS", "PIPELINE_SOCKETS", "CrossGroup", "Groups", "device_of", "island_mesh", "mesh_dim"]
 
 
 def device_of(plan: Plan, local_rank: int) -> torch.device:
@@ -148,7 +148,22 @@ def island_mesh(
     for name, dims in (("shard", shard), ("tensor", tensor)):
         if len(dims) > 1:
             mesh[tuple(dims)]._flatten(name)
+    for role, named in _subsets(plan):
+        mesh[tuple(f"{role}.{n}" for n in named)]._flatten(mesh_dim(role, named))
     return mesh
+
+
+def mesh_dim(role: str, axes: Sequence[str]) -> str:
+    """The mesh dim over some axes of a role, named in the order of the mesh; over all of them if none are named."""
+    return ".".join((role, *axes))
+
+
+def _subsets(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
+    """The sets of some, but more than one, of a role's axes that layouts use, in one order on all ranks."""
+    found = {("shard", layout.shard_axes) for layout in plan.layouts}
+    orders = {("tensor", axes) for layout in plan.layouts for _, axes in layout.splits}
+    found |= {(role, tuple(a.name for a in plan.tensor_axes if a.name in axes)) for role, axes in orders}
+    return sorted((role, axes) for role, axes in found if 1 < len(axes) < len(plan.shard_axes if role == "shard" else plan.tensor_axes))
 
 
 def _dims(role: str, axes: Sequence[MeshAxis], size: int) -> dict[str, int]:

@@ -6,19 +6,21 @@ the microbatches of a pipeline step; only the last backward of a stage reshards 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
+from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import Plan, Sharding
 from pdsl.lowering.units import unit_groups
 from pdsl.runtime.exchange import ExchangeReduceScatter
+from pdsl.runtime.groups import mesh_dim
 from pdsl.runtime.precision import unit_policy
-from pdsl.runtime.unit_ends import UnitEnds, accumulate, end_backward, reduce_now
+from pdsl.runtime.unit_ends import UnitEnds, accumulate, end_backward, reduce_now, set_reduction
 
 __all__ = ["Units", "shard_layers"]
 
@@ -106,6 +108,7 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
     in_root = dict(facts)
     waits = plan.sharding.every
     ignored = {p for p in named.values() if p not in sharded}
+    placements = _placements(plan, facts, mesh)
     by_stage: dict[int, list[FSDPModule]] = {s: [] for s in plan.stages_of(rank)}
     for stage, layers in ((s, group) for s, groups in unit_groups(plan, rank).items() for group in groups):
         modules = [model.get_submodule(m) for index in layers for m in plan.facts.layers[index].modules if m]
@@ -120,10 +123,13 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
             reshard_after_forward=plan.reshard,
             mp_policy=policy,
             ignored_params=ignored,
+            shard_placement_fn=placements,
         )
         by_stage[stage].append(unit if isinstance(unit, FSDPModule) else unit[0])
     policy, converts = unit_policy(plan, in_root.values())
-    fully_shard(root, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
+    fully_shard(
+        root, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy, ignored_params=ignored, shard_placement_fn=placements
+    )
     assert isinstance(root, FSDPModule)
     units = [u for stage in by_stage.values() for u in stage]
     for unit in (root, *units):
@@ -133,10 +139,21 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
     exchange = ExchangeReduceScatter(waits=waits or converts) if mesh.device_type == "cpu" else None
     if exchange is not None:
         for unit in (root, *units):
-            unit.set_custom_reduce_scatter(cast("Any", exchange))
+            set_reduction(unit, exchange)
         # on a GPU gathers run on a stream of their own; on a CPU they only overlap if they are asynchronous
         root._set_unshard_async_op(True)
     return Units(root, by_stage, plan.sharding, exchange)
+
+
+def _placements(
+    plan: Plan, facts: Mapping[nn.Parameter, ParameterFacts], mesh: DeviceMesh
+) -> Callable[[nn.Parameter], ShardPlacementResult | None] | None:
+    """Over which ranks each parameter is sharded, for FSDP2; None where all are over all shard axes. PDSL sums over the axes that are left."""
+    axes = {p: plan.layout(f.name).shard_axes for p, f in facts.items()}
+    if not any(axes.values()):
+        return None
+    meshes = {named: FSDPMeshInfo(mesh[mesh_dim("shard", named)], shard_mesh_dim=0) for named in set(axes.values())}
+    return lambda parameter: ShardPlacementResult(None, meshes[axes.get(parameter, ())])
 
 
 def _order_gathers(root: FSDPModule, by_stage: dict[int, list[FSDPModule]], sharding: Sharding) -> None:

@@ -17,12 +17,16 @@ __all__ = ["TensorGroup", "enter", "gather", "gather_both", "gather_parts", "sca
 
 
 class TensorGroup:
-    """The ranks that differ on some tensor axes only: their process group, this rank's place in it and their number."""
+    """The ranks that differ on some tensor axes only: their process group, the part that this rank holds and their number.
 
-    def __init__(self, group: dist.ProcessGroup, index: int, size: int) -> None:
+    `places` gives the part that each rank of the group holds, if that is not its number.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, index: int, size: int, places: tuple[int, ...] = ()) -> None:
         self.group = group
         self.index = index
         self.size = size
+        self._places = places
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in new memory."""
@@ -35,12 +39,23 @@ class TensorGroup:
         part = tensor.detach().movedim(dim, 0).contiguous()
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
         dist.all_gather_into_tensor(whole, part, group=self.group)
+        if self._places:
+            chunks = whole.chunk(self.size)
+            whole = torch.cat([chunks[self._places.index(i)] for i in range(self.size)])
         return whole.movedim(0, dim)
 
     def scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part, along a dim, of the sum over the ranks."""
         whole = tensor.detach().movedim(dim, 0).contiguous()
-        part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
+        if self._places:
+            chunks = whole.chunk(self.size)
+            whole = torch.cat([chunks[place] for place in self._places])
+        shape = (whole.shape[0] // self.size, *whole.shape[1:])
+        if whole.device.type == "cpu":  # gloo would sum the whole on every rank
+            terms = torch.empty_like(whole)
+            dist.all_to_all_single(terms, whole, group=self.group)
+            return terms.view(self.size, *shape).sum(0).movedim(0, dim)
+        part = whole.new_empty(shape)
         dist.reduce_scatter_tensor(part, whole, group=self.group)
         return part.movedim(0, dim)
 

@@ -7,6 +7,7 @@ given one and the same tensor share what was exchanged for it: three projections
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from pdsl.lowering.parts import named_axes, part
 from pdsl.lowering.plan import ParameterLayout, Plan
 from pdsl.lowering.styles import ModuleStyle, module_style
 from pdsl.lowering.tensor_facts import TensorFacts
+from pdsl.runtime.groups import mesh_dim
 from pdsl.runtime.tensor_collectives import TensorGroup, enter, gather, gather_both, gather_parts, scatter_sum, slice_of, sum_of
 
 __all__ = ["apply_tensor_parallel", "live_names"]
@@ -103,12 +105,20 @@ class _Groups:
         """The group over some axes; over all of them if none are named."""
         named = named_axes(self.axes, axes)
         if named not in self._made:
-            if len(named) > 1:
-                raise RunError(f"no group of tensor ranks spans ({', '.join(named)}): all axes in the order of the mesh, or a single one")
             index, size = part(self.axes, named, self._tensor, self._plan.tensor_size)
-            dim = f"tensor.{named[0]}" if named else "tensor"
-            self._made[named] = TensorGroup(self._mesh[dim].get_group(), index, size)
+            ordered = named_axes(self.axes, tuple(a.name for a in self.axes if a.name in named)) if named else ()
+            group = self._mesh[mesh_dim("tensor", ordered)].get_group()
+            self._made[named] = TensorGroup(group, index, size, self._places(named))
         return self._made[named]
+
+    def _places(self, named: tuple[str, ...]) -> tuple[int, ...]:
+        """For each rank of a group, which are in the order of the mesh, the part that it holds where the axes are named in another order; () for the same."""
+        if len(named) < 2:
+            return ()
+        axes = [a for a in self.axes if a.name in named]
+        count = prod(a.size for a in axes)
+        found = tuple(part(axes, named, at, count)[0] for at in range(count))
+        return () if found == tuple(range(count)) else found
 
 
 def _split_parameter(model: nn.Module, names: list[str], bounds: Box) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["UnitEnds", "accumulate", "end_backward", "reduce_now"]
+__all__ = ["UnitEnds", "accumulate", "end_backward", "reduce_now", "set_reduction"]
 
 
 class UnitEnds:
@@ -61,6 +61,12 @@ def accumulate(unit: FSDPModule) -> None:
 def end_backward(root: FSDPModule) -> None:
     """What FSDP2 does at the end of a backward: the state of all units is as between steps."""
     root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def set_reduction(unit: FSDPModule, reduction: object) -> None:
+    """What reduces the gradients of a unit. `set_custom_reduce_scatter` refuses a unit whose parameters are sharded over different axes."""
+    for group in _groups(unit):
+        group._reduce_scatter_comm = reduction
 
 
 def _groups(unit: FSDPModule) -> Sequence[Any]:

@@ -9,6 +9,7 @@ import torch
 
 import pdsl
 from pdsl.grammar.errors import SpecError
+from pdsl.lowering.boxes import box
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.rows import step_indices
 from tests.equality import check_against_one_process, compile_text, spec_text, tensor_rules
@@ -168,6 +169,26 @@ def test_each_axis_for_some_of_the_parameters(pool: Pool) -> None:
     rules = MATRICES.replace('attn.w{q,k,v}.weight" => colwise(tp)', 'attn.w{q,k,v}.weight" => colwise(a)')
     rules = rules.replace('attn.wo.weight" => rowwise(tp)', 'attn.wo.weight" => rowwise(a)').replace("(tp)", "(a, b)")
     check(pool, {"a": 2, "b": 2}, rules + REST, norm=True, bias=True)
+
+
+def test_two_axes_in_another_order_than_the_mesh_has_them(pool: Pool) -> None:
+    rules = SEQUENCE.replace("(tp)", "(b, a)") + MATRICES.replace("(tp)", "(b, a)") + '"head.weight" => [(b, a), _]\n' + REST
+    plan = check(pool, {"a": 2, "b": 2}, rules, kv_heads=4)
+    assert [box(plan, plan.facts.parameter("head.weight"), 0, t)[0] for t in range(4)] == [(0, 12), (24, 36), (12, 24), (36, 48)]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    ['"layers.**" => fsdp(a, b)\n"**" => fsdp(a)\n', '"layers.*.mlp.**" => fsdp(b)\n"layers.**" => fsdp(b, a)\n"**" => replicate()\n'],
+    ids=["by layer", "in one layer"],
+)
+def test_sharded_over_some_of_the_axes(pool: Pool, rules: str) -> None:
+    plan = check(pool, {"a": 2, "b": 2}, rules, bias=True)
+    assert {layout.shard_axes for layout in plan.layouts if layout.sharded} in ({("a",), ()}, {("b",), ()})
+
+
+def test_shards_of_dims_that_are_smaller_than_the_axis(pool: Pool) -> None:
+    check(pool, {"fsdp": 4}, '"**" => fsdp(fsdp)\n', width=6, heads=1, kv_heads=1, bias=True)
 
 
 # --- what the check refuses -----------------------------------------------------------------------------------------------------------

@@ -158,7 +158,12 @@ def arguments() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argument
     )
 
     explain = commands.add_parser("explain", help="why a rule exists", description="Why a rule exists, with a bad and a good example.")
-    explain.add_argument("code", nargs="?", metavar="CODE", help="such as PDL402; without one all codes are listed")
+    explain.add_argument(
+        "code",
+        nargs="?",
+        metavar="CODE",
+        help="such as PDL402, or composability for the table of what works together; without one all codes are listed",
+    )
 
     init = commands.add_parser("init", help="write a starter spec", description="Write a commented starter spec.")
     init.add_argument("name", nargs="?", default="train.pdsl", metavar="NAME", help="the file to write (default: train.pdsl)")

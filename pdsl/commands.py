@@ -259,9 +259,12 @@ def simulate(options: argparse.Namespace) -> int:
 
 def explain(options: argparse.Namespace) -> int:
     """`pdsl explain [CODE]`."""
-    from pdsl.render.explain import UnknownCode, render_codes, render_rule
+    from pdsl.render.explain import UnknownCode, render_codes, render_pairs, render_rule
 
     terminal = _terminal()
+    if options.code == "composability":
+        sys.stdout.write(render_pairs(terminal))
+        return CLEAN
     try:
         sys.stdout.write(render_codes(terminal) if options.code is None else render_rule(options.code, terminal))
     except UnknownCode as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 
+from pdsl.lowering.composability import TABLE, Pair
 from pdsl.lowering.rules import RULES
 from pdsl.lowering.rules.base import Rule
 from pdsl.lowering.values import near
-from pdsl.render.terminal import PLAIN, Terminal, table
+from pdsl.render.terminal import PLAIN, Terminal, table, wrapped
 
-__all__ = ["UnknownCode", "find_rule", "render_codes", "render_rule"]
+__all__ = ["UnknownCode", "find_rule", "render_codes", "render_pairs", "render_rule"]
 
 _HEADING = re.compile(r"^\S.*$")
 
@@ -35,7 +36,23 @@ def render_rule(code: str, terminal: Terminal = PLAIN) -> str:
     rule = find_rule(code)
     page = (inspect.getdoc(rule) or "").splitlines()
     head = terminal.heading(f"{rule.code} {rule.name} ({rule.severity.value})")
-    return "\n".join([head, "", *(terminal.heading(line) if _HEADING.match(line) else line for line in page), ""])
+    pairs = [line for pair in TABLE if rule.code in pair.proof for line in wrapped(_told(pair), terminal.width)]
+    told = ["", terminal.heading("What works together"), *pairs] if pairs else []
+    return "\n".join([head, "", *(terminal.heading(line) if _HEADING.match(line) else line for line in page), *told, ""])
+
+
+def _told(pair: Pair) -> str:
+    versions = f" (seen with {' and '.join(pair.measured)})" if pair.measured else ""
+    return f"{pair}: {pair.verdict.value}, {pair.reason}; torch by itself: {pair.alone}{versions}"
+
+
+def render_pairs(terminal: Terminal = PLAIN) -> str:
+    """The table of what works together: each pair of features, what PDSL makes of it and what torch does by itself. Ends with a newline."""
+    rows = [("features", "PDSL", "rule", "torch by itself", "seen with")]
+    for pair in TABLE:
+        codes = ", ".join(p for p in pair.proof if p.startswith("PDL"))
+        rows.append((str(pair), pair.verdict.value, codes, pair.alone, ", ".join(pair.measured)))
+    return "\n".join([*table(rows, indent=0, width=terminal.width, elastic=3), ""])
 
 
 def render_codes(terminal: Terminal = PLAIN) -> str:

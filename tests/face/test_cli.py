@@ -323,6 +323,15 @@ def test_a_plan_takes_no_overrides(folder, capsys):
 # --- explain --------------------------------------------------------------------------------------------------------------------------------
 
 
+def test_what_works_together_is_a_table_and_part_of_a_rules_page(capsys):
+    assert main(["explain", "composability"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["features", "PDSL", "rule", "torch", "by", "itself", "seen", "with"]
+    assert any(line.startswith("backwards in halves x memory.reshard = true") and "PDL415" in line for line in table)
+    assert main(["explain", "PDL415"]) == 0
+    assert "torch by itself: gradients are silently wrong" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_rule_is_explained_by_code_number_and_name(capsys):
     pages = []
     for code in ("PDL402", "pdl402", "402", "microbatches-against-schedule"):

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from pdsl.grammar.diagnostics import Diagnostic
+from pdsl.grammar.diagnostics import Diagnostic, Severity
+from pdsl.lowering.mesh import REPLICA
 from pdsl.lowering.rules.base import STYLED_MODULES, TENSOR_STYLES, Context, Rule, listed, plural
 from pdsl.lowering.rules.mesh import divisors, factors
 from pdsl.lowering.spec import LayoutCall, LayoutSlots, LayoutTerm, ShardRule, term_text
@@ -14,7 +15,7 @@ from pdsl.lowering.spec import LayoutCall, LayoutSlots, LayoutTerm, ShardRule, t
 if TYPE_CHECKING:
     from pdsl.lowering.facts import ParameterFacts
 
-__all__ = ["DimNotDivisible", "HalfAPair", "LayoutDoesNotFit", "TiedAndSplit"]
+__all__ = ["ContextAxis", "DimNotDivisible", "HalfAPair", "LayoutDoesNotFit", "TiedAndSplit"]
 
 
 def _splits(term: LayoutTerm, p: ParameterFacts) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -269,3 +270,55 @@ class HalfAPair(Rule):
                 f"split its partner with {other}({', '.join(term.axes)}), or write {slots}: the weight is split, its module takes and gives whole tensors",
             ),
         )
+
+
+class ContextAxis(Rule):
+    """What it does
+        Warns of an axis that is called like one of context parallelism and is used by nothing, so that it replicates.
+
+    Why it is bad
+        Axes get their role from their use, and there is no use that splits the sequence of an attention over ranks: torch 2.13 does so only on
+        GPUs (its sharding rules know no attention kernel of the CPU), so it cannot be held against one process. The axis
+        makes copies of the model and splits the batch, which computes the right numbers and saves no memory for long sequences.
+
+    Example (bad)
+        mesh { axis cp = 2 }
+        shard { "**" => replicate() }
+
+    Better
+        mesh { axis tp = 2 }
+        shard {
+          "layers.*.attn.w{q,k,v}.weight" => colwise(tp)
+          "layers.*.attn.wo.weight"       => rowwise(tp)
+          "layers.*.norm*.weight"         => sequence(tp)
+          "**"                            => replicate()
+        }
+
+    Fix
+        Split heads and sequence over a tensor axis with `colwise`, `rowwise` and `sequence`, or give the axis the name of what it does.
+    """
+
+    code = "PDL320"
+    name = "context-axis"
+    severity = Severity.WARNING
+    needs = frozenset({"mesh", "shard", "pipeline"})
+    needs_mesh = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        """The findings, one for each axis."""
+        assert context.mesh is not None
+        for axis in context.mesh.axes:
+            if axis.role != REPLICA or axis.size == 1 or axis.name.lower() not in _CONTEXT_NAMES:
+                continue
+            declared = context.axis(axis.name)
+            yield self.report(
+                f"axis {axis.name} is used by nothing, so it makes {axis.size} copies of the model and splits the batch, not the sequence",
+                declared.span if declared is not None else None,
+                "replicates",
+                help=(
+                    "sequence(AXIS) on the norms splits the sequence between the layers, and colwise(AXIS) the heads, over a tensor axis",
+                ),
+            )
+
+
+_CONTEXT_NAMES = ("cp", "context", "context_parallel", "ring", "ulysses")

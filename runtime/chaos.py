@@ -23,6 +23,7 @@ POINTS = ("compute", "backward", "sums", "commit", "applied", "agree", "group", 
 written; before reporting; while groups are made; before state moves; before the vote on it; after the vote."""
 
 _OF_A_STEP = POINTS[:5]
+_KNOWN = (*POINTS, "validate")  # not drawn at random: few runs come by it
 
 HOW = ("rank", "node", "stop", "exit", "raise")
 """SIGKILL of the rank alone, of its whole node at once, SIGSTOP of the node, a clean exit, an exception."""
@@ -44,7 +45,7 @@ class Fault:
     def from_data(cls, data: Mapping[str, Any]) -> Self:
         """Raises RunError for a point or a kind of fault that there is not."""
         made = cls(int(data["rank"]), str(data["point"]), int(data["step"]), str(data["how"]))
-        for what, known in ((made.point, POINTS), (made.how, HOW)):
+        for what, known in ((made.point, _KNOWN), (made.how, HOW)):
             if what not in known:
                 raise RunError(f"no fault {what!r}: there are {', '.join(known)}")
         return made

@@ -30,7 +30,7 @@ from pdsl.runtime.build import build
 from pdsl.runtime.engine import Engine, Totals
 from pdsl.runtime.faults import PeerFault, in_words
 from pdsl.runtime.groups import Groups, device_of
-from pdsl.runtime.handover import Handover, PartMaker, Phases, Staged, plan_over, planned
+from pdsl.runtime.handover import PartMaker, Phases, Staged, at_hand, one_plan, plan_over, planned
 from pdsl.runtime.island import Island
 from pdsl.runtime.keeper import Keeper
 from pdsl.runtime.link import Decision, Link
@@ -42,6 +42,7 @@ from pdsl.runtime.part import Part, bare_copy
 from pdsl.runtime.partial import Partial
 from pdsl.runtime.rows import Samples, rank_rows
 from pdsl.runtime.session import StepResult
+from pdsl.runtime.validation import make_validator
 
 __all__ = ["ElasticSession"]
 
@@ -83,6 +84,7 @@ class ElasticSession:
         self._objective = make_objective(plan.job)
         self._meeting = Meeting(link, plan.nodes, plan.silence, lambda lost: is_broken(self._plan, rank, lost))
         self._island = Island(plan, rank, self.device, self._meeting.interrupter)
+        self._validator = make_validator(plan)
         self._keeper = Keeper(plan.saving, rank, self._event, samples.consumed)
         self._part: Part | None = None
         self._staged: Staged | None = None
@@ -121,11 +123,28 @@ class ElasticSession:
         """
         before = self.steps_taken
         while self.steps_taken == before:
+            if not self.validate():
+                continue
             try:
                 self._run()
             except PeerFault as fault:
                 self.recover(str(fault))
         self._improve()
+
+    def validate(self, *, last: bool = False) -> bool:
+        """The loss on held-out data, if it is due. False if nodes were lost meanwhile: then it is due again, or steps are."""
+        if self._engine is None or not self._validator.due(self.steps_taken, last=last):
+            return True
+        self._at("validate")
+        self._partial.clean = False
+        try:
+            found = self._validator.run(self._plan, self._engine, self.steps_taken, self._island.share)
+        except PeerFault as fault:
+            self.recover(str(fault))
+            return False
+        self._partial.clean = True
+        self._event("validated", loss=found.loss, samples=found.samples, seconds=found.seconds)
+        return True
 
     def recover(self, reason: str) -> None:
         """Stand still, learn what happened and go on from there."""
@@ -191,15 +210,15 @@ class ElasticSession:
 
     def _improve(self) -> None:
         """New pipelines, if they pay. Every rank decides alike: all numbers come from the plan and from what was agreed on."""
-        if self._gain is None or self._totals is None:
-            return
-        if self._gain.pays(self._totals.seconds, self._plan.job.steps - self.steps_taken):
+        left = self._plan.job.steps - self.steps_taken
+        if self._gain is not None and self._totals is not None and self._gain.pays(self._totals.seconds, left):
             self._take(self._stand_still(asks=True))
 
     # --- standing still ---------------------------------------------------------------------------------------------------------------
 
     def _stand_still(self, *, asks: bool = False) -> Decision:
         self._meeting.leave(clean=self._partial.clean)
+        self._validator.again()
         if self._groups is not None:
             self._groups.close()
             self._groups = None
@@ -221,13 +240,8 @@ class ElasticSession:
         self._at("agree")
         begin = time.perf_counter()
         decision = self._meeting.decision(report)
-        self._event(
-            "agreed",
-            nodes=list(decision.nodes),
-            lost=list(decision.lost),
-            joined=list(decision.joined),
-            seconds=time.perf_counter() - begin,
-        )
+        who = {"nodes": list(decision.nodes), "lost": list(decision.lost), "joined": list(decision.joined)}
+        self._event("agreed", **who, seconds=time.perf_counter() - begin)
         return decision
 
     def _take(self, decision: Decision) -> None:
@@ -271,9 +285,7 @@ class ElasticSession:
 
     def _begin(self, decision: Decision, reports: Mapping[int, Report], store: dist.Store) -> None:
         """The first plan. If nodes were lost or came before a step was done, the others begin with those that are there."""
-        others = {r.plan for r in reports.values() if r.holds < 0}
-        if len(others) > 1:
-            raise RunError(f"the nodes hold different plans ({', '.join(sorted(p[:12] for p in others))}): all need one")
+        one_plan(reports.values())
         plan = evolve(self._first, generation=decision.generation)
         if set(decision.nodes) != set(plan.nodes):
             plan = retemplate(plan, decision.nodes, {}, generation=decision.generation)
@@ -367,7 +379,7 @@ class ElasticSession:
         phases = Phases()
         held = {node: layers for node, layers in layers_held(base).items() if node in decision.nodes}
         plan = plan_over(base, decision, held, is_new=self._holds < 0)
-        handover = self._handover(base, plan, now, store, tells=tells)
+        handover = at_hand(base, plan, now, self._keeper, store, tells=tells)
         phases.end("planning")
         if not self._island.made:
             self._island.make(store, decision.generation)
@@ -391,18 +403,6 @@ class ElasticSession:
             self._event("restored", lost=now.committed - self.steps_taken)
         lengths = [len(p.islands) for p in plan.pipelines]
         self._event("moved", bytes=handover.moves.bytes_moved, copies=min(copies(plan)), pipelines=lengths, **phases.all())
-
-    def _handover(self, base: Plan, plan: Plan, now: Standing, store: dist.Store, *, tells: bool) -> Handover:
-        """The state of the last step if all of it is left, else that of a checkpoint. Raises StateLost if there is neither."""
-        try:
-            return planned(base, plan, now.committed, now.kinds_in(base), lacking=now.lacking)
-        except StateLost:
-            if plan.budget is None or "restore" not in plan.budget.recover:
-                raise
-            checkpoint = self._keeper.find(store, tells=tells)
-            if checkpoint is None:
-                raise
-        return planned(base, plan, checkpoint.step, {}, checkpoint)
 
     def _adopt(self, staged: Staged) -> None:
         """The new part is everybody's; the old one goes."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,17 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from pdsl.grammar.errors import PlanError, RunError
 from pdsl.lowering.holdings import Holding, demand, plan_holdings, state_tensors
 from pdsl.lowering.plan import Plan
+from pdsl.lowering.recovery import Report, Standing
 from pdsl.lowering.replan import retemplate
-from pdsl.lowering.transition import Move, Transition, transition
+from pdsl.lowering.transition import Move, StateLost, Transition, transition
 from pdsl.runtime.checkpoint import Checkpoint
 from pdsl.runtime.faults import PeerFault
 from pdsl.runtime.groups import CrossGroup
+from pdsl.runtime.keeper import Keeper
 from pdsl.runtime.link import Decision
 from pdsl.runtime.moves import Placed, carry_out, compare_digests, dtype_in
 from pdsl.runtime.optimizer import OptimizerFactory
 from pdsl.runtime.part import Part, with_memory
 
-__all__ = ["Handover", "PartMaker", "Phases", "Staged", "plan_over", "planned"]
+__all__ = ["Handover", "PartMaker", "Phases", "Staged", "at_hand", "one_plan", "plan_over", "planned"]
 
 
 @frozen
@@ -159,3 +162,26 @@ def _same_layers(one: Plan, other: Plan, rank: int) -> bool:
 def _stages(plan: Plan, rank: int) -> list[tuple[int, int, int, int]]:
     stages = plan.template(plan.coordinate(rank).pipeline).stages
     return [(s, stages[s].start, stages[s].stop, len(stages)) for s in plan.stages_of(rank)]
+
+
+def at_hand(base: Plan, plan: Plan, now: Standing, keeper: Keeper, store: dist.Store, *, tells: bool) -> Handover:
+    """From one plan to another with the state of the last step if all of it is left, else with that of a checkpoint.
+
+    Raises StateLost if there is neither.
+    """
+    try:
+        return planned(base, plan, now.committed, now.kinds_in(base), lacking=now.lacking)
+    except StateLost:
+        if plan.budget is None or "restore" not in plan.budget.recover:
+            raise
+        checkpoint = keeper.find(store, tells=tells)
+        if checkpoint is None:
+            raise
+    return planned(base, plan, checkpoint.step, {}, checkpoint)
+
+
+def one_plan(reports: Iterable[Report]) -> None:
+    """Raises RunError if the nodes that begin were given different plans."""
+    found = {r.plan for r in reports if r.holds < 0}
+    if len(found) > 1:
+        raise RunError(f"the nodes hold different plans ({', '.join(sorted(p[:12] for p in found))}): all need one")

@@ -51,7 +51,7 @@ class Island:
         return next((t for t in found if t is not None), None)
 
 
-_LENGTH = 8
+_LENGTH = 9
 
 
 def _packed(totals: Totals | None) -> torch.Tensor:
@@ -60,7 +60,11 @@ def _packed(totals: Totals | None) -> torch.Tensor:
         return torch.zeros(_LENGTH, dtype=torch.int64)
     floats = torch.tensor([totals.loss, totals.squared, totals.over, totals.seconds], dtype=torch.float64).view(torch.int64)
     return torch.cat(
-        [torch.ones(1, dtype=torch.int64), floats, torch.tensor([totals.digest, totals.change, totals.saved], dtype=torch.int64)]
+        [
+            torch.ones(1, dtype=torch.int64),
+            floats,
+            torch.tensor([totals.digest, totals.change, totals.saved, totals.coming], dtype=torch.int64),
+        ]
     )
 
 
@@ -68,4 +72,4 @@ def _unpacked(row: torch.Tensor) -> Totals | None:
     if not int(row[0]):
         return None
     loss, squared, over, seconds = row[1:5].contiguous().view(torch.float64).tolist()
-    return Totals(loss, squared, over, int(row[5]), bool(row[6]), seconds, int(row[7]))
+    return Totals(loss, squared, over, int(row[5]), bool(row[6]), seconds, int(row[7]), int(row[8]))

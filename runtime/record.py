@@ -11,6 +11,7 @@ from typing import Any
 
 from pdsl.runtime.report import Reporter
 from pdsl.runtime.session import StepResult
+from pdsl.runtime.validation import Validated
 
 __all__ = ["Recorder"]
 
@@ -18,7 +19,7 @@ _STEP = ("step", "loss", "grad_norm", "samples", "seconds", "digest")
 
 
 class Recorder:
-    """Takes the events of a `Cluster`. `losses` are those of the committed steps, by step; `recoveries` the seconds from each loss to the next of
+    """Takes the events of a `Cluster`. `losses` are those of the committed steps, by step, `validations` those on held-out data after so many steps; `recoveries` the seconds from each loss to the next of
     them, `began` the steps that a checkpoint had before the first of them.
     """
 
@@ -29,6 +30,7 @@ class Recorder:
         self.losses: dict[int, float] = {}
         self.digests: dict[int, str] = {}
         self.samples: dict[int, int] = {}
+        self.validations: dict[int, float] = {}
         self.began = 0
         self.recoveries: list[float] = []
         self.seconds = 0.0
@@ -37,6 +39,9 @@ class Recorder:
         kind = event["event"]
         if kind == "step":
             self._step(event)
+            return
+        if kind == "validated":
+            self._validated(event)
             return
         if kind not in _TOLD:
             return
@@ -52,6 +57,14 @@ class Recorder:
         text = _TOLD[kind](event)
         if text:
             self._reporter.say(text)
+
+    def _validated(self, event: Mapping[str, Any]) -> None:
+        """After a loss it is taken again, for nobody knows who has heard of it: the same number is told once."""
+        if self.validations.get(event["step"]) == event["loss"]:
+            return
+        self.validations[event["step"]] = event["loss"]
+        found = Validated(event["step"], event["loss"], event["samples"], event["seconds"])
+        self._reporter.validated(found, event["generation"])
 
     def _step(self, event: Mapping[str, Any]) -> None:
         step = event["step"]

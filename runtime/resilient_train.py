@@ -63,6 +63,8 @@ def train_resilient(
         while True:
             while session.steps_taken < total and samples.count(session.steps_taken):
                 session.step()
+            if not session.validate(last=True):
+                continue
             session.finish()
             if link.done():
                 return

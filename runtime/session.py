@@ -156,8 +156,6 @@ class Session:
 
         Raises RunError if the spec has no held-out data.
         """
-        if self.validator is None:
-            raise RunError("the spec names no held-out data: a block validate { data = ... } does")
         return self.validator.run(self.plan, self.engine, self.steps_taken)
 
     def step_rows(self, rows: Mapping[int, Batch], ids: Mapping[int, Sequence[int]]) -> StepResult:

@@ -66,6 +66,6 @@ def train_rank(
             seconds += result.seconds
             consumed += result.samples
             reporter.step(result)
-            if session.validator is not None and session.validator.due(step + 1, last=step + 1 == total or not samples.count(step + 1)):
+            if session.validator.due(step + 1, last=step + 1 == total or not samples.count(step + 1)):
                 reporter.validated(session.validate())
     return {"steps": len(losses), "losses": losses, "samples": consumed, "seconds": seconds, "metrics": metrics}

@@ -74,7 +74,7 @@ class Validator:
 
     def due(self, steps: int, *, last: bool = False) -> bool:
         """Whether it is due after so many steps, of which no more may follow."""
-        return steps > 0 and steps != self._done and (last or steps % self._every == 0)
+        return self._every > 0 and 0 < steps != self._done and (last or steps % self._every == 0)
 
     def again(self) -> None:
         """Some rank may not know what came of the last time: it is due once more on all of them."""
@@ -186,11 +186,11 @@ def _evaluating(engine: Engine, seed: int) -> Iterator[None]:
             part.units.rest()
 
 
-def make_validator(plan: Plan) -> Validator | None:
-    """The held-out data of a plan; None if it has none. Raises RunError or ModelError if it cannot be read."""
+def make_validator(plan: Plan) -> Validator:
+    """The held-out data of a plan; without any it is never due. Raises RunError or ModelError if it cannot be read."""
     asked, job = plan.validation, plan.job
     if asked is None:
-        return None
+        return Validator(0, _none)
     data = call_source(asked.data, job.directory)
     if is_stream(data):
         source = asked.data
@@ -205,3 +205,7 @@ def make_validator(plan: Plan) -> Validator | None:
         raise RunError("the held-out data has no samples")
     held = _InOrder(data, size, job.batch, job.shared)
     return Validator(asked.every, lambda: held)
+
+
+def _none() -> _HeldOut:
+    raise RunError("the spec names no held-out data: a block validate { data = ... } does")

@@ -36,6 +36,7 @@ _POINT = {
     "group": "while groups are made, from step {step} on",
     "move": "before state moves, from step {step} on",
     "vote": "after state moved, from step {step} on",
+    "validate": "before the held-out data after {done}",
     "enter": "before it enters a new plan, from step {step} on",
 }
 _COLOUR = {"equal": "green", "beyond": "yellow"}

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdsl.lowering.schedule import Item, Op, Operation, Receive, Rows, Schedule, Send, Transfer
-from pdsl.lowering.schedules import gpipe, interleaved_1f1b, one_f_one_b, repeat
+from pdsl.lowering.schedules import SCHEDULES, interleaved_1f1b, one_f_one_b, repeat
 from pdsl.lowering.simulate import StageCosts, simulate
 from pdsl.lowering.transfers import Semantics, find_deadlock, transfer_after, transfer_order
 
@@ -41,18 +41,6 @@ def naive(schedule: Schedule) -> Rows:
     return tuple(rows)
 
 
-def looped_bfs(p: int, m: int) -> Schedule:
-    stages, placement = 2 * p, tuple(range(p)) * 2
-    made = tuple(
-        tuple(
-            [Operation(Op.FORWARD, s, i) for s in (r, p + r) for i in range(m)]
-            + [Operation(Op.BACKWARD, s, i) for s in (p + r, r) for i in reversed(range(m))]
-        )
-        for r in range(p)
-    )
-    return Schedule("looped_bfs", stages, m, placement, made)
-
-
 def verdict(rows: Rows, semantics: Semantics) -> str:
     findings = find_deadlock(rows, semantics)
     if not findings:
@@ -61,32 +49,50 @@ def verdict(rows: Rows, semantics: Semantics) -> str:
 
 
 SIZES = [(2, 4), (3, 6), (4, 8)]
-MAKE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "interleaved_1f1b": lambda p, m: interleaved_1f1b(p, m, 2), "looped_bfs": looped_bfs}
+OK, HANG = ("ok", "ok", "ok"), ("hang", "hang", "ok")
+SWAPPED = ("hang", "hang", "swapped")
 NAIVE = {
-    "gpipe": ("ok", "ok", "ok"),
-    "one_f_one_b": ("hang", "hang", "ok"),
-    "interleaved_1f1b": ("hang", "hang", "ok"),
+    "gpipe": (OK, OK, OK),
+    **dict.fromkeys(("one_f_one_b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_2"), (HANG, HANG, HANG)),
+    "looped_bfs": (HANG, ("hang", "ok", "ok"), ("hang", "ok", "ok")),  # where only two meet they do so both ways
+    "interleaved_zero_bubble": (SWAPPED, HANG, HANG),
+    "dualpipe_v": (HANG, SWAPPED, SWAPPED),
+    **dict.fromkeys(("zbv", "v_half", "v_min"), (SWAPPED, SWAPPED, SWAPPED)),
 }
+"""By size: with blocking sends, with one queue for each pair, with one for each direction."""
+
+
+def made(name: str, size: tuple[int, int]) -> Schedule:
+    return SCHEDULES[name].build(*size, 2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_naive_placement_hangs_or_swaps_messages_for_all_but_gpipe(name):
+    found = tuple(tuple(verdict(naive(made(name, size)), s) for s in Semantics) for size in SIZES)
+    assert found == NAIVE[name]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", NAIVE)
-def test_naive_placement_hangs_for_all_but_gpipe_unless_each_direction_has_its_queue(name, size):
-    rows = naive(MAKE[name](*size))
-    assert tuple(verdict(rows, s) for s in Semantics) == NAIVE[name]
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_global_order_of_transfers_never_hangs_or_swaps(name, size):
+    for semantics in Semantics:
+        assert find_deadlock(ordered(made(name, size)), semantics) == ()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_naive_breadth_first_order_hangs_on_a_shared_queue_only_where_two_positions_meet_both_ways(size):
-    rows = naive(looped_bfs(*size))
-    assert tuple(verdict(rows, s) for s in Semantics) == ("hang", "hang" if size[0] == 2 else "ok", "ok")
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("semantics", Semantics)
-def test_one_global_order_of_transfers_never_hangs(name, size, semantics):
-    assert find_deadlock(ordered(MAKE[name](*size)), semantics) == ()
+@settings(max_examples=40)
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 4),
+    st.integers(1, 7),
+    st.lists(st.tuples(*[st.integers(0, 5)] * 3), min_size=8, max_size=8),
+)
+def test_the_order_holds_for_every_schedule_count_and_cost(name, p, m, stages):
+    schedule = SCHEDULES[name].build(p, m, 2)
+    costs = StageCosts(*(tuple(s[k] for s in stages[: schedule.stages]) for k in range(3)))
+    rows = ordered(schedule, costs)
+    assert tuple(tuple(i for i in row if isinstance(i, Operation)) for row in rows) == schedule.rows
+    for semantics in Semantics:
+        assert find_deadlock(rows, semantics) == ()
 
 
 @given(

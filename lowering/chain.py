@@ -74,6 +74,7 @@ class Structure:
     inputs: tuple[str, ...] = ()
     sequential: bool = False
     statistics: tuple[str, ...] = ()
+    shares: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
     torch: str = field(default="", kw_only=True)
 
@@ -287,6 +288,7 @@ def _facts(
         buffers=structure.buffers,
         draws=draws,
         statistics=structure.statistics,
+        shares=structure.shares,
         updated=tuple(BufferFacts(name, shape, dtype, _running(name, layers)) for name, shape, dtype in seen[0].updated),
         inputs=structure.inputs,
         sequential=structure.sequential,

@@ -33,6 +33,7 @@ _MOST_FILES = 500
 _READERS = (
     "probe.py",
     "probe_pass.py",
+    "probe_memory.py",
     "probe_rows.py",
     "probe_numerics.py",
     "probe_repeats.py",

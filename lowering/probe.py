@@ -20,6 +20,7 @@ from pdsl.lowering.chain import Observation, Structure, assemble, assemble_unrun
 from pdsl.lowering.factory import brief_signature, call_factory, describe_error, on_path, resolve
 from pdsl.lowering.facts import SINGLE_INPUT, TARGETS, ModelFacts, ParameterFacts
 from pdsl.lowering.precision import AS_MADE, RunAs, applies
+from pdsl.lowering.probe_memory import Memories, shared_memory
 from pdsl.lowering.probe_numerics import Numerics, layer_modules, matched_modules
 from pdsl.lowering.probe_pass import NotAChain, Recorder, is_plain_sequential, parameter_groups
 from pdsl.lowering.values import near
@@ -73,15 +74,17 @@ def probe(
 # --- building without weights -------------------------------------------------------------------------------------------------------------
 
 
-def on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """The same parameter without memory; attributes set on it are kept."""
-    bare = nn.Parameter(torch.empty_like(parameter.detach(), device="meta"), requires_grad=parameter.requires_grad)
+def on_meta(parameter: nn.Parameter, memories: Memories | None = None) -> nn.Parameter:
+    """The same parameter without memory; attributes set on it are kept. With `memories` it shares its storage with those that it shared it with."""
+    plain = memories is None or parameter.layout != torch.strided
+    tensor = torch.empty_like(parameter.detach(), device="meta") if memories is None or plain else memories.bare(parameter.detach())
+    bare = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     bare.__dict__.update(parameter.__dict__)
     return bare
 
 
 @contextmanager
-def parameters_on_meta(keep: Callable[[int], bool] = lambda _: False, seen: list[nn.Parameter] | None = None) -> Iterator[None]:
+def parameters_on_meta(keep: Callable[[int], bool] = lambda _: False, seen: list[nn.Parameter] | None = None) -> Iterator[Memories]:
     """Within the block every parameter moves to the meta device when a module registers it; buffers stay real.
 
     `keep(k)` says whether the k-th parameter stays real; `seen` collects what was registered. Ties made with one object stay ties.
@@ -100,7 +103,7 @@ def parameters_on_meta(keep: Callable[[int], bool] = lambda _: False, seen: list
         if before is not None and before[0]() is parameter:
             module._parameters[name] = before[1]
             return
-        kept = parameter if parameter.device.type == "meta" or keep(count) else on_meta(parameter)
+        kept = parameter if parameter.device.type == "meta" or keep(count) else on_meta(parameter, memories)
         count += 1
         if kept is not parameter:
             moved[id(parameter)] = (weakref.ref(parameter), kept)
@@ -109,9 +112,10 @@ def parameters_on_meta(keep: Callable[[int], bool] = lambda _: False, seen: list
         alive.append(kept)
 
     alive: list[nn.Parameter] = seen if seen is not None else []
+    memories = Memories()
     nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
     try:
-        yield
+        yield memories
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
@@ -119,12 +123,14 @@ def parameters_on_meta(keep: Callable[[int], bool] = lambda _: False, seen: list
 def skeleton(make: Callable[..., nn.Module], arguments: Mapping[str, object], name: str) -> nn.Module:
     """The model with its parameters on the meta device. A factory that reads values of its parameters is run plainly."""
     try:
-        with parameters_on_meta():
+        with parameters_on_meta() as memories:
             model = call_factory(make, arguments, name)
     except ModelError:
+        memories = Memories()
         model = call_factory(make, arguments, name)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name} returned a {type(model).__name__}: expected a torch.nn.Module")
+    memories.note(model)
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -167,6 +173,7 @@ def _structure(model: nn.Module, name: str, batch: Mapping[str, Tensor] | Tensor
         inputs=inputs[:1] if sequential else inputs,
         sequential=sequential,
         statistics=tuple(statistics),
+        shares=shared_memory(model),
         warnings=tuple(warnings),
         torch=str(torch.__version__),
     )

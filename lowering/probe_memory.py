@@ -46,6 +46,8 @@ class Memories:
 
     def note(self, model: nn.Module) -> None:
         """Find out what shares memory in a model that was just built, for `shared_memory` to tell."""
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+            return
         parameters = {name: group[0][1] for name, group in parameter_groups(model).items() if group[0][1].layout == torch.strided}
         by_base: dict[int, list[tuple[str, Tensor]]] = {}
         for name, parameter in parameters.items():

@@ -93,6 +93,17 @@ class Context:
         family = SCHEDULES.get(pipeline.schedule.name)
         return self.positions * family.per_position(pipeline.virtual) if family is not None else None
 
+    @cached_property
+    def halves(self) -> str:
+        """The schedule as it is called if it runs backwards in halves: a name, or the path of a file with such rows. Empty if it does not."""
+        pipeline = self.spec.pipeline
+        if pipeline is None:
+            return ""
+        if pipeline.rows is not None:
+            return pipeline.rows.path if pipeline.rows.split else ""
+        family = SCHEDULES.get(pipeline.schedule.name)
+        return family.name if family is not None and family.split else ""
+
     # --- parameters and rules ---------------------------------------------------------------------------------------------------------------
 
     @cached_property

@@ -45,15 +45,13 @@ class CompiledHalves(Rule):
     needs = frozenset({"pipeline", "train"})
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
-        pipeline = context.spec.pipeline
-        family = SCHEDULES.get(pipeline.schedule.name) if pipeline is not None else None
-        if not _compiles(context) or family is None or not family.split:
+        if not _compiles(context) or not context.halves:
             return
         assert context.spec.train is not None
         value = context.spec.train.compile
         whole = [name for name, f in SCHEDULES.items() if not f.split]
         yield self.report(
-            f"{family.name} runs backwards in halves, and a layer that is compiled has its backward in one piece",
+            f"{context.halves} runs backwards in halves, and a layer that is compiled has its backward in one piece",
             context.place(_PLACE, "train"),
             f"compile = {value}{context.by(_PLACE)}",
             labels=context.label("pipeline.schedule", "split backward"),

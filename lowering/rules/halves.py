@@ -12,13 +12,6 @@ from pdsl.lowering.spec import OriginKind
 __all__ = ["RecomputedHalves", "ReshardingBetweenHalves"]
 
 
-def _in_halves(context: Context) -> str:
-    """The name of the schedule if it runs backwards in halves, else nothing."""
-    pipeline = context.spec.pipeline
-    family = SCHEDULES.get(pipeline.schedule.name) if pipeline is not None else None
-    return family.name if family is not None and family.split else ""
-
-
 def _whole_instead() -> str:
     return listed(name for name, family in SCHEDULES.items() if not family.split)
 
@@ -53,7 +46,7 @@ class ReshardingBetweenHalves(Rule):
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
         assert context.mesh is not None
-        schedule = _in_halves(context)
+        schedule = context.halves
         if not schedule or context.mesh.shard_size == 1 or not any(context.sharded(rule) for rule in context.spec.shard):
             return
         for path, value, what in self._asked(context):
@@ -100,7 +93,7 @@ class RecomputedHalves(Rule):
     needs = frozenset({"memory", "pipeline"})
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
-        schedule = _in_halves(context)
+        schedule = context.halves
         if not schedule or context.origin("memory.recompute").kind is OriginKind.DEFAULT or context.spec.memory.recompute is None:
             return
         modules = context.facts.recomputed if context.facts is not None else ()

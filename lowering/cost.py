@@ -1,7 +1,7 @@
 """The cost model: what a plan takes in memory, on the wire and in time, from shapes and schedules alone.
 
 Bytes are exact for what PDSL itself places: parameters, gradients, optimizer state, transfers, collectives of a ring. Activations rest on what the
-probe saw autograd save in fp32 on one process, so with tensor parallelism they are an upper bound. Time is in FLOPs of one sample, so it
+probe saw autograd save in the formats of the plan on one process, and on a tensor rank where parameters are split. Time is in FLOPs of one sample, so it
 compares plans and cuts and gives the bubble; it is no prediction of seconds.
 """
 
@@ -15,6 +15,7 @@ from pdsl.lowering.boxes import box, box_shape
 from pdsl.lowering.facts import LayerFacts, ParameterFacts
 from pdsl.lowering.ownership import owned_parameters, stages_using, summed_over
 from pdsl.lowering.plan import Plan, StageCut, Template
+from pdsl.lowering.precision import compute_format, sum_format
 from pdsl.lowering.programs import template_timeline
 from pdsl.lowering.schedule import Op
 from pdsl.lowering.spec import Quantity, Value
@@ -156,17 +157,24 @@ def _item(dtype: str) -> int:
     return _ITEM.get(dtype, _FP32)
 
 
-def _box_bytes(plan: Plan, p: ParameterFacts, shard: int, tensor: int) -> int:
-    return _numel(box_shape(box(plan, p, shard, tensor))) * _item(p.dtype)
+def _box_numel(plan: Plan, p: ParameterFacts, shard: int, tensor: int) -> int:
+    return _numel(box_shape(box(plan, p, shard, tensor)))
 
 
-def _whole_bytes(plan: Plan, p: ParameterFacts, tensor: int) -> int:
-    """Bytes of a parameter once its shards are gathered; what tensor parallelism splits stays split."""
-    return (
-        sum(_box_bytes(plan, p, shard, tensor) for shard in range(plan.shard_size))
-        if plan.layout(p.name).sharded
-        else _box_bytes(plan, p, 0, tensor)
-    )
+def _whole_numel(plan: Plan, p: ParameterFacts, tensor: int) -> int:
+    """Elements of a parameter once its shards are gathered; what tensor parallelism splits stays split."""
+    shards = range(plan.shard_size) if plan.layout(p.name).sharded else range(1)
+    return sum(_box_numel(plan, p, shard, tensor) for shard in shards)
+
+
+def _computed(plan: Plan, p: ParameterFacts) -> int:
+    """Bytes of an element in the format that layers compute in."""
+    return _item(compute_format(plan.precision, plan.facts, p))
+
+
+def _summed(plan: Plan, p: ParameterFacts) -> int:
+    """Bytes of an element of a sum of gradients."""
+    return _item(sum_format(plan.precision, p))
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------------------------
@@ -177,11 +185,11 @@ def _memory(plan: Plan, rank: int) -> RankMemory:
     owned = owned_parameters(plan, rank)
     parameters = gradients = elements = 0
     for p in owned:
-        size = _box_bytes(plan, p, at.shard, at.tensor)
-        parameters += size
+        size = _box_numel(plan, p, at.shard, at.tensor)
+        parameters += size * _item(p.dtype)
         if is_trained(plan, p):
-            gradients += size
-            elements += size // _item(p.dtype)
+            gradients += size * _item(p.dtype)
+            elements += size
     activations, boundary = _peaks(plan, plan.template(at.pipeline), at.position)
     return RankMemory(
         rank=rank,
@@ -209,9 +217,10 @@ def _nonzero(value: Value) -> bool:
 def _peaks(plan: Plan, template: Template, position: int) -> tuple[int, int]:
     """The most bytes of activations, and of received tensors, that a position holds at once: prefix sums over its row.
 
-    A forward takes, the operation that ends with the weight gradients gives back.
+    A forward takes, the operation that ends with the weight gradients gives back. What is computed again is there for the time of its backward.
     """
     rows = plan.rows_per_rank
+    again = [max(layer.again_bytes for layer in plan.facts.layers[s.start : s.stop]) * rows for s in template.stages]
     saved = [_stage_activation(plan, s) * rows for s in template.stages]
     received = [
         boundary_bytes(plan.facts.layers[s.start], rows) if i and _crosses(template, i) else 0 for i, s in enumerate(template.stages)
@@ -222,6 +231,9 @@ def _peaks(plan: Plan, template: Template, position: int) -> tuple[int, int]:
         activations += sign * saved[o.stage]
         inputs += sign * received[o.stage]
         most_activations = max(most_activations, activations)
+        if o.op is Op.FORWARD:
+            continue
+        most_activations = max(most_activations, activations - sign * saved[o.stage] + again[o.stage])
         most_inputs = max(most_inputs, inputs)
     after = [s for i, s in enumerate(template.stages) if i and template.stages[i - 1].position == position and _crosses(template, i)]
     gradient = max((boundary_bytes(plan.facts.layers[s.start], rows, gradients=True) for s in after), default=0)
@@ -234,8 +246,10 @@ def _crosses(template: Template, stage: int) -> bool:
 
 
 def _stage_activation(plan: Plan, stage: StageCut) -> int:
-    """Bytes that autograd saves for one sample in a stage; a frozen prefix saves nothing."""
-    return sum(layer.activation_bytes for layer in plan.facts.layers[max(stage.start, plan.frozen_layers) : stage.stop])
+    """Bytes that autograd saves for one sample in a stage, on one tensor rank; a frozen prefix saves nothing."""
+    layers, tensor = plan.facts.layers, plan.facts.tensor
+    own = range(max(stage.start, plan.frozen_layers), stage.stop)
+    return sum(int(layers[i].activation_bytes * tensor.share(i)) if tensor is not None else layers[i].activation_bytes for i in own)
 
 
 def boundary_bytes(layer: LayerFacts, rows: int, *, gradients: bool = False) -> int:
@@ -244,17 +258,20 @@ def boundary_bytes(layer: LayerFacts, rows: int, *, gradients: bool = False) -> 
 
 
 def _transient(plan: Plan, rank: int, owned: tuple[ParameterFacts, ...]) -> int:
-    """Bytes of gathered parameters and whole gradients beyond the shards themselves.
+    """Bytes of gathered parameters and whole gradients beyond the shards themselves, and of what layers compute with in place of weights that are not sharded.
 
     Without resharding every sharded parameter of the rank's stages is whole for the step. With resharding there are the unit in use and those
     gathered ahead, besides what stays whole from a forward to the next backward: the root's unit, and the last one of each other stage.
     Whole gradients add up in place over the microbatches, or are one unit's, and the root's, where each is reduced as it comes.
     """
-    if plan.shard_size == 1:
-        return 0
     at = plan.coordinate(rank)
+    lower = [p for p in owned if not plan.layout(p.name).sharded and compute_format(plan.precision, plan.facts, p) != p.dtype]
+    copies = sum(_box_numel(plan, p, at.shard, at.tensor) * _computed(plan, p) for p in lower)
+    if plan.shard_size == 1:
+        return copies
     sharded = [p for p in owned if plan.layout(p.name).sharded]
-    whole = {p.name: _whole_bytes(plan, p, at.tensor) for p in sharded}
+    numel = {p.name: _whole_numel(plan, p, at.tensor) for p in sharded}
+    whole = {p.name: numel[p.name] * _computed(plan, p) for p in sharded}
     groups = unit_groups(plan, rank)
     layers = {i for stage in groups.values() for group in stage for i in group}
     root = [p.name for p in sharded if not layers.intersection(p.layers)]
@@ -262,11 +279,11 @@ def _transient(plan: Plan, rank: int, owned: tuple[ParameterFacts, ...]) -> int:
     trained = {p.name for p in sharded if is_trained(plan, p)}
     gathered = _gathered(plan, {s: [sum(whole[n] for n in unit) for unit in stage] for s, stage in units.items()})
     if reductions(plan, rank) < len(plan.pipelines[at.pipeline].microbatches):
-        gradients = sum(whole[name] for name in trained)
+        gradients = sum(numel[p.name] * _summed(plan, p) for p in sharded if p.name in trained)
     else:
         largest = max((sum(whole[n] for n in unit if n in trained) for stage in units.values() for unit in stage), default=0)
         gradients = largest + sum(whole[n] for n in root if n in trained)
-    return sum(whole[n] for n in root) + gathered + gradients
+    return copies + sum(whole[n] for n in root) + gathered + gradients
 
 
 def _gathered(plan: Plan, units: dict[int, list[int]]) -> int:
@@ -293,11 +310,12 @@ def _traffic(plan: Plan, rank: int) -> RankTraffic:
     for p in owned_parameters(plan, rank):
         trained = is_trained(plan, p)
         if plan.layout(p.name).sharded:
-            padded = _box_bytes(plan, p, 0, at.tensor)  # a ring moves shards of equal size: all are padded to the first
-            gather += others * padded * gathers(plan, rank, p)
-            scatter += others * padded * reductions(plan, rank) if trained else 0
+            padded = _box_numel(plan, p, 0, at.tensor)  # a ring moves shards of equal size: all are padded to the first
+            gather += others * padded * gathers(plan, rank, p) * _computed(plan, p)
+            scatter += others * padded * reductions(plan, rank) * _summed(plan, p) if trained else 0
         if trained:
-            summed += ring_all_reduce(_box_bytes(plan, p, at.shard, at.tensor), len(summed_over(plan, p, rank)))
+            size = _box_numel(plan, p, at.shard, at.tensor) * _summed(plan, p)
+            summed += ring_all_reduce(size, len(summed_over(plan, p, rank)))
     between = _point_to_point(plan, plan.template(at.pipeline), at.position)
     return RankTraffic(rank, gather, scatter, summed, _tensor_traffic(plan, rank), between)
 
@@ -328,7 +346,7 @@ def _matrix_traffic(plan: Plan, p: ParameterFacts, tokens: int) -> int:
     outputs, inputs = (p.shape[1], p.shape[0]) if embedding else p.shape
     by_output = layout.tensor_dim == (1 if embedding else 0)
     summed, gathered = (inputs, outputs) if by_output else (outputs, inputs)
-    item, others = tokens * _item(p.dtype), plan.tensor_size - 1
+    item, others = tokens * _computed(plan, p), plan.tensor_size - 1
     sums = 0 if by_output and embedding else ring_all_reduce(item * summed, plan.tensor_size)  # indices have no gradient
     whole = layout.style.startswith("[") and (by_output or not embedding)
     return sums + (-(-item * gathered * others // plan.tensor_size) if whole else 0)

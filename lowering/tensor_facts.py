@@ -7,6 +7,7 @@ needed to run exactly (which gradients are parts, where a split sequence is gath
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from math import prod
 
 from attrs import frozen
@@ -44,7 +45,8 @@ class TensorFacts:
 
     `sequence`: the axes along which the stream between the layers is split in its sequence, () for none. `enters` are the inputs of the first block that
     are split there, `exits` the (leaf, dim) of what the last block gives that are gathered behind it. `gathers`: modules that are given a whole sequence where theirs lies split, with the leaves of their arguments, `scatters`:
-    modules whose output is left split along it; `inputs`: tensors that cross into a layer split.
+    modules whose output is left split along it; `inputs`: tensors that cross into a layer split. `saved` are for each layer the bytes that autograd keeps of some rows on one tensor
+    rank, and in the whole model.
     """
 
     problems: tuple[TensorProblem, ...] = ()
@@ -55,6 +57,12 @@ class TensorFacts:
     gathers: tuple[tuple[str, tuple[int, ...]], ...] = ()
     scatters: tuple[str, ...] = ()
     inputs: tuple[SplitInput, ...] = ()
+    saved: tuple[tuple[int, int], ...] = ()
+
+    def share(self, layer: int) -> Fraction:
+        """The share of what autograd saves in a layer of the whole model that it saves on a tensor rank."""
+        part, whole = self.saved[layer] if layer < len(self.saved) else (1, 1)
+        return Fraction(part, whole) if whole else Fraction(1)
 
     def summed(self, parameter: str) -> tuple[str, ...]:
         """The tensor axes over which the gradient of a parameter is to be summed."""

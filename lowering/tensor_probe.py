@@ -60,11 +60,7 @@ def tensor_probe(
         given = taken_entries(first, batch)
         assert given is not None
         try:
-            entries = probed.run_whole(first, given)
-        except Exception as error:
-            raise ModelError(f"{name}: the forward pass failed: {describe_error(error)}") from error
-        try:
-            return probed.run_part(second, entries)
+            return probed.run_part(second, probed.run_whole(first, given, name))
         except ProblemFound as found:
             return TensorFacts(problems=(found.problem,), sequence=probed.sequence)
 
@@ -84,6 +80,7 @@ class _Probed:
     exits: list[tuple[int, int]] = field(factory=list)
     inputs: list[SplitInput] = field(factory=list)
     biases: list[tuple[str, tuple[str, ...]]] = field(factory=list)
+    saved_whole: _Saved = field(init=False)
 
     @property
     def sequence(self) -> tuple[str, ...]:
@@ -95,12 +92,13 @@ class _Probed:
 
     # --- the two runs -------------------------------------------------------------------------------------------------------------------
 
-    def run_whole(self, model: nn.Module, batch: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
-        """Run the model whole; the entries that it was given."""
+    def run_whole(self, model: nn.Module, batch: Mapping[str, Tensor] | Tensor, name: str) -> dict[str, Tensor]:
+        """Run the model of a name whole; the entries that it was given. Raises ModelError, or ProblemFound if a module cannot be split."""
         rows = {n: take_rows(t, _ROWS) for n, t in (batch.items() if isinstance(batch, Mapping) else ((SINGLE_INPUT, batch),))}
         _give_memory(model, {})
         self._prepare(model, self.whole, None)
-        with self.whole:
+        self.saved_whole = _Saved(self.facts, self.whole, model, rows)
+        with self.whole, self.saved_whole:
             self._call(model, rows)
         self._model, self._rows = model, rows
         return rows
@@ -125,7 +123,8 @@ class _Probed:
         for tensor in rows.values():
             self.part.start(tensor, tensor, whole(tensor.dim()))
         self._prepare(model, self.part, self.part)
-        with self.part:
+        saved = _Saved(self.facts, self.part, model, rows)
+        with self.part, saved:
             try:
                 output = self._call(model, rows)
             except Exception as error:
@@ -150,6 +149,7 @@ class _Probed:
             gathers=tuple(self.gathers.items()),
             scatters=tuple(dict.fromkeys(self.scatters)),
             inputs=tuple(self.inputs),
+            saved=tuple(zip(saved.bytes, self.saved_whole.bytes, strict=True)),
         )
 
     def _placement(self, name: str) -> Placement:

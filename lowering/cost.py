@@ -217,23 +217,24 @@ def _nonzero(value: Value) -> bool:
 def _peaks(plan: Plan, template: Template, position: int) -> tuple[int, int]:
     """The most bytes of activations, and of received tensors, that a position holds at once: prefix sums over its row.
 
-    A forward takes, the operation that ends with the weight gradients gives back. What is computed again is there for the time of its backward.
+    A forward takes, the operation that ends with the weight gradients gives back. Between its halves a backward also keeps the gradients of what
+    its weights gave. What is computed again is there for the time of its backward.
     """
     rows = plan.rows_per_rank
     again = [max(layer.again_bytes for layer in plan.facts.layers[s.start : s.stop]) * rows for s in template.stages]
     saved = [_stage_activation(plan, s) * rows for s in template.stages]
+    between = [_half_bytes(plan, s) * rows if i else 0 for i, s in enumerate(template.stages)]  # the first stage has no input half
     received = [
         boundary_bytes(plan.facts.layers[s.start], rows) if i and _crosses(template, i) else 0 for i, s in enumerate(template.stages)
     ]
     activations = inputs = most_activations = most_inputs = 0
     for o in template.schedule.rows[position]:
         sign = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1, Op.BACKWARD_INPUT: 0}[o.op]
-        activations += sign * saved[o.stage]
+        if o.op is not Op.FORWARD:
+            most_activations = max(most_activations, activations + again[o.stage])
+        activations += sign * saved[o.stage] + {Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}.get(o.op, 0) * between[o.stage]
         inputs += sign * received[o.stage]
         most_activations = max(most_activations, activations)
-        if o.op is Op.FORWARD:
-            continue
-        most_activations = max(most_activations, activations - sign * saved[o.stage] + again[o.stage])
         most_inputs = max(most_inputs, inputs)
     after = [s for i, s in enumerate(template.stages) if i and template.stages[i - 1].position == position and _crosses(template, i)]
     gradient = max((boundary_bytes(plan.facts.layers[s.start], rows, gradients=True) for s in after), default=0)
@@ -250,6 +251,22 @@ def _stage_activation(plan: Plan, stage: StageCut) -> int:
     layers, tensor = plan.facts.layers, plan.facts.tensor
     own = range(max(stage.start, plan.frozen_layers), stage.stop)
     return sum(int(layers[i].activation_bytes * tensor.share(i)) if tensor is not None else layers[i].activation_bytes for i in own)
+
+
+def _half_bytes(plan: Plan, stage: StageCut) -> int:
+    """Bytes for one sample of the gradients that the weights of a stage wait for between the halves of a backward: of all that they gave.
+
+    A matrix gave as many features as it has rows (columns, if it is an embedding), any other weight as many as it has elements; a bias
+    shares what its matrix gave.
+    """
+    total = 0
+    for p in plan.facts.parameters:
+        if not any(stage.start <= i < stage.stop for i in p.layers) or not is_trained(plan, p) or p.name.endswith(".bias"):
+            continue
+        shape = box_shape(box(plan, p, 0, 0)) if not plan.layout(p.name).sharded else p.shape
+        features = shape[-1] if p.module == "Embedding" else shape[0] if len(shape) > 1 else _numel(shape)
+        total += features * _tokens(plan, p.layers[0]) * _summed(plan, p)
+    return total
 
 
 def boundary_bytes(layer: LayerFacts, rows: int, *, gradients: bool = False) -> int:

@@ -158,13 +158,15 @@ class ScheduleFamily:
         """What an accepted but awkward count costs, as the message of a warning, or None.
 
         Interleaving pays in bubble for fewer microbatches than positions, and in memory for counts that p does not divide. Schedules in a V that are made
-        for many microbatches pay in bubble for few.
+        for many microbatches pay in bubble for few; a fifth of the step is worth a warning.
         """
         p, m = positions, microbatches
         if self.stages_per_position == 1 or p == 1 or self.accepts(p, m, virtual) is not None:
             return None
         enough = self.full(p)
         if m < enough:
+            if 5 * self.bubble(p, m, virtual) < 1:
+                return None
             told = ", ".join(f"{n} of {_percent(self.bubble(p, n, virtual))}" for n in (enough, 2 * enough))
             return (
                 f"{self.name} cannot fill {p} positions with {m} microbatch{'' if m == 1 else 'es'}: "

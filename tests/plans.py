@@ -12,7 +12,7 @@ from attrs import evolve
 from pdsl.lowering.facts import BoundaryTensor, LayerFacts, LayerKind, ModelFacts, ParameterFacts
 from pdsl.lowering.plan import Job, MeshAxis, ParameterLayout, Pipeline, Plan, StageCut, Template
 from pdsl.lowering.schedule import Schedule
-from pdsl.lowering.schedules import gpipe, interleaved_1f1b, one_f_one_b, single
+from pdsl.lowering.schedules import SCHEDULES, single
 from pdsl.lowering.spec import CallValue
 
 __all__ = ["ACTIVATION", "CONTEXT", "VOCABULARY", "WIDTH", "facts", "heterogeneous", "job", "rectangular"]
@@ -75,9 +75,7 @@ def job(batch: int = 16, optimizer: CallValue | None = None) -> Job:
 def _schedule(name: str, positions: int, microbatches: int, virtual: int) -> Schedule:
     if positions == 1 and virtual == 1:
         return single(microbatches)
-    if name == "interleaved_1f1b":
-        return interleaved_1f1b(positions, microbatches, virtual)
-    return gpipe(positions, microbatches) if name == "gpipe" else one_f_one_b(positions, microbatches)
+    return SCHEDULES[name].build(positions, microbatches, virtual)
 
 
 def _template(model: ModelFacts, positions: int, microbatches: int, schedule: str = "one_f_one_b", virtual: int = 1) -> Template:

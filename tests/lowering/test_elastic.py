@@ -7,9 +7,13 @@ import pytest
 from pdsl.grammar.errors import PlanError
 from pdsl.grammar.source import Source
 from pdsl.lowering.check import CheckResult, check
+from pdsl.lowering.cost import cost
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.plan_check import check_plan
 from pdsl.lowering.planner import plan
+from pdsl.lowering.programs import programs
+from pdsl.lowering.replan import layers_held, reroute, retemplate
+from pdsl.lowering.schedules import SCHEDULES, placed
 from tests.facts import FACTS, gpt_facts
 
 
@@ -122,8 +126,6 @@ def test_layers_bound_the_sizes():
 
 def test_memory_bounds_the_sizes_from_below():
     free = planned(axes=("dp = rest", "pp = 1 to 3", "fsdp = 2"), batch=40)
-    from pdsl.lowering.cost import cost
-
     need = max(m.total for m in cost(free).memory)
     tight = f"nodes = 5; ranks_per_node = 2; memory = {need - 1}B"
     bound = planned(cluster=tight, axes=("dp = rest", "pp = 1 to 3", "fsdp = 2"), batch=48)
@@ -137,11 +139,34 @@ def test_accumulation_multiplies_the_microbatches():
     assert all(len(p.microbatches) == made.template(i).schedule.microbatches for i, p in enumerate(made.pipelines))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe(microbatches = 4)", "interleaved_1f1b(microbatches = 4, virtual = 2)"])
-def test_other_schedules_run_unequal_pipelines(schedule):
-    made = planned(gpt_facts(layers=6), schedule=schedule)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_other_schedules_run_unequal_pipelines_and_every_plan_after_a_loss(schedule):
+    made = planned(gpt_facts(layers=6), schedule=f"{schedule}(microbatches = 4)")
     assert lengths(made) == [2, 3]
-    assert made.budget.schedule == schedule.partition("(")[0]
+    assert made.budget.schedule == schedule
+    family = SCHEDULES[schedule]
+    for template in made.templates:
+        assert template.schedule.placement == placed(family.placement, template.positions, family.per_position(made.budget.virtual))
+    for lost in range(5):
+        rerouted = reroute(made, [lost], generation=1)
+        assert rerouted is not None
+        left = [n for n in range(5) if n != lost]
+        after = retemplate(made, left, {n: layers for n, layers in layers_held(made).items() if n != lost}, generation=1)
+        for found in (rerouted, after):
+            assert check_plan(found) == ()
+            assert Plan.from_json(found.to_json()) == found
+            assert {t.schedule.name for t in found.templates} <= {schedule, "single"}
+            assert len(programs(found)) == 8
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs", "zbv"])
+def test_memory_counts_what_the_schedule_holds(schedule):
+    free = planned(gpt_facts(layers=6), cluster="nodes = 6; ranks_per_node = 2", schedule=f"{schedule}(microbatches = 4)", budget="")
+    need = max(m.total for m in cost(free).memory)
+    tight = f"nodes = 6; ranks_per_node = 2; memory = {need - 1}B"
+    bound = planned(gpt_facts(layers=6), cluster=tight, schedule=f"{schedule}(microbatches = 4)", budget="")
+    assert (lengths(free), lengths(bound)) == ([2, 2, 2], [3, 3])
+    assert max(m.total for m in cost(bound).memory) < need
 
 
 def test_twenty_plans_have_the_same_bytes():

@@ -262,12 +262,13 @@ def test_each_stage_takes_microbatches_in_order(name):
 
 def test_fewer_microbatches_than_a_v_is_made_for_cost_time_and_are_told():
     family = SCHEDULES["dualpipe_v"]
-    assert family.accepts(4, 6) is None
+    assert family.accepts(4, 4) is None
     assert (
-        family.advice(4, 6)
-        == "dualpipe_v cannot fill 4 positions with 6 microbatches: the bubble is 16 %; microbatches = 8 of 6 %, 16 of 3 %"
+        family.advice(4, 4)
+        == "dualpipe_v cannot fill 4 positions with 4 microbatches: the bubble is 27 %; microbatches = 8 of 6 %, 16 of 3 %"
     )
-    assert family.valid_microbatches(4, 6) == (8, 16, 32)
+    assert family.valid_microbatches(4, 4) == (8, 16, 32)
+    assert family.advice(4, 6) is None
     assert family.advice(4, 8) is None
     assert SCHEDULES["zbv"].advice(4, 7) is None
     assert SCHEDULES["v_min"].advice(4, 3) is not None

@@ -9,10 +9,11 @@ import pytest
 from attrs import evolve
 
 from pdsl.lowering.makespan import makespan
-from pdsl.lowering.plan import Budget
+from pdsl.lowering.plan import Budget, StageCut
 from pdsl.lowering.schedule import ScheduleError
 from pdsl.lowering.schedule_check import check_schedule
-from pdsl.lowering.templates import balanced_cut, cuts_for_sizes, forward_flops, schedule_for, template_of
+from pdsl.lowering.schedules import SCHEDULES
+from pdsl.lowering.templates import balanced_cut, cuts_for_sizes, forward_flops, schedule_for, stage_cuts, template_of
 from tests.plans import facts
 
 
@@ -88,10 +89,10 @@ def test_twenty_runs_give_one_answer_for_96_layers_on_64_nodes():
     assert len({cuts_for_sizes(made, range(1, 65)) for _ in range(20)}) == 1
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe", "interleaved_1f1b"])
-@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("rounds", [1, 3])
 def test_templates_run_any_count_of_microbatches(schedule, rounds):
-    virtual = 2 if schedule == "interleaved_1f1b" else 1
+    virtual = 2 if SCHEDULES[schedule].virtual else 1
     cuts = cuts_for_sizes(chain([3, 4, 5, 4, 3, 4, 5, 6]), (1, 2, 3), schedule=schedule, virtual=virtual)
     budget = Budget(1, 1, cuts, schedule, virtual)
     for nodes in budget.sizes:
@@ -103,6 +104,25 @@ def test_templates_run_any_count_of_microbatches(schedule, rounds):
         template_of(budget, 4, 4)
     with pytest.raises(ScheduleError, match="at least 1 microbatch, not 0"):
         template_of(budget, 1, 0)
+
+
+def test_stages_of_a_v_go_there_and_back():
+    (stages,) = cuts_for_sizes(chain([4] * 8), [2], schedule="zbv")
+    assert [(s.start, s.stop, s.position) for s in stages] == [(0, 2, 0), (2, 4, 1), (4, 6, 1), (6, 8, 0)]
+    assert stage_cuts(((0, 1), (1, 2)), 1, "v") == (StageCut(0, 1, 0), StageCut(1, 2, 0))
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv", "v_half", "interleaved_zero_bubble"])
+def test_the_cut_is_the_one_with_the_shortest_step_among_the_most_even(schedule):
+    virtual = 2 if SCHEDULES[schedule].virtual else 1
+    flops = [3, 1, 2, 2, 1, 3, 1]
+    stages = 2 * SCHEDULES[schedule].per_position(virtual)
+    sums = [[sum(flops[a:b]) for a, b in cut] for cut in every_cut(flops, stages, set())]
+    least = min(max(found) for found in sums)
+    best = min(makespan(schedule, 2, found, 4) for found in sums if max(found) == least)
+    (cut,) = cuts_for_sizes(chain(flops), [2], schedule=schedule, virtual=virtual)
+    found = forward_flops(chain(flops), cut)
+    assert (max(found), makespan(schedule, 2, found, 4)) == (least, best)
 
 
 def test_gpipe_holds_no_more_than_one_round():

@@ -64,7 +64,7 @@ def read_facts(
         if data is not None:
             reference = data_reference(data)
             dataset = call_factory(resolve(reference, directory), plain_arguments(data.keywords), reference)
-            batch = probe_batch(dataset)
+            batch = probe_batch(dataset, shared=run_as.shared)
         facts = probe(factory, plain_arguments(arguments), batch=batch, directory=directory, run_as=run_as)
     if cache:
         store_facts(facts, factory, arguments, data=data, directory=directory, read=watch.stamps(), run_as=run_as)

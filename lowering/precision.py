@@ -32,15 +32,16 @@ class RunAs:
 
     precision: PrecisionSpec = field(factory=PrecisionSpec)
     recompute: Pattern | None = None
+    shared: tuple[str, ...] = ()  # entries of the data that have no rows
 
     @classmethod
     def of(cls, spec: Spec) -> RunAs:
-        return cls(spec.precision, spec.memory.recompute)
+        return cls(spec.precision, spec.memory.recompute, spec.train.shared if spec.train is not None else ())
 
     @property
     def key(self) -> str:
         """The same text for the same thing; empty for the default."""
-        return "" if self == AS_MADE else repr((self.precision, self.recompute and self.recompute.alternatives))
+        return "" if self == AS_MADE else repr((self.precision, self.recompute and self.recompute.alternatives, self.shared))
 
 
 AS_MADE = RunAs()

@@ -23,6 +23,7 @@ from pdsl.lowering.precision import AS_MADE, RunAs, applies
 from pdsl.lowering.probe_memory import Memories, shared_memory
 from pdsl.lowering.probe_numerics import Numerics, layer_modules, matched_modules
 from pdsl.lowering.probe_pass import NotAChain, Recorder, is_plain_sequential, parameter_groups
+from pdsl.lowering.probe_rows import is_shared
 from pdsl.lowering.values import near
 
 __all__ = ["on_meta", "parameters_on_meta", "probe", "skeleton", "take_rows", "taken_entries"]
@@ -382,7 +383,7 @@ def _takes(model: nn.Module, batch: Mapping[str, Tensor]) -> bool:
 
 def take_rows(tensor: Tensor, rows: int) -> Tensor:
     """As many rows of a batch entry, taken again from the first where they are too few."""
-    return tensor if tensor.dim() == 0 else tensor[torch.arange(rows) % tensor.shape[0]]
+    return tensor if tensor.dim() == 0 or is_shared(tensor) else tensor[torch.arange(rows) % tensor.shape[0]]
 
 
 def _check_call(model: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], factory: str) -> None:

@@ -12,7 +12,26 @@ from torch.utils.data import IterableDataset
 
 from pdsl.grammar.errors import ModelError
 
-__all__ = ["is_indexed", "is_stream", "probe_batch", "read_rows", "stack_rows"]
+__all__ = ["is_indexed", "is_shared", "is_stream", "marked", "probe_batch", "read_rows", "stack_rows"]
+
+
+_MARK = "pdsl_shared"
+
+
+def marked(batch: Mapping[str, Tensor], shared: Sequence[str]) -> dict[str, Tensor]:
+    """A batch whose entries in `shared` are known to have no rows. Raises ModelError if one of them is not in it."""
+    absent = next((name for name in shared if name not in batch), None)
+    if absent is not None:
+        raise ModelError(f'train {{ shared = ["{absent}"] }} names no entry of the data, which has {_listed(batch)}')
+    found = {name: tensor.view_as(tensor) if name in shared else tensor for name, tensor in batch.items()}
+    for name in shared:
+        setattr(found[name], _MARK, True)
+    return found
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether an entry of a marked batch has no rows."""
+    return bool(getattr(tensor, _MARK, False))
 
 
 def is_indexed(dataset: Any) -> bool:
@@ -35,7 +54,7 @@ def probe_batch(dataset: Any, rows: int = 3, shared: Sequence[str] = ()) -> dict
         found = list(islice(iter(dataset), rows))
         if not found:
             raise ModelError("the data set is empty")
-        return stack_rows(found, range(len(found)), shared)
+        return marked(stack_rows(found, range(len(found)), shared), shared)
     if not is_indexed(dataset):
         raise ModelError(
             f"a {type(dataset).__name__} is no data set: that has a length and gives row i by [i] or several by rows(indices), or is iterable"
@@ -43,7 +62,7 @@ def probe_batch(dataset: Any, rows: int = 3, shared: Sequence[str] = ()) -> dict
     count = min(rows, len(dataset))
     if count == 0:
         raise ModelError("the data set is empty")
-    return read_rows(dataset, range(count), shared)
+    return marked(read_rows(dataset, range(count), shared), shared)
 
 
 def read_rows(dataset: Any, indices: Sequence[int], shared: Sequence[str] = ()) -> dict[str, Tensor]:

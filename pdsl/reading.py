@@ -164,6 +164,10 @@ def read_model(spec: Spec, model: Any = None, batch: Any = None) -> ModelFacts:
         return cached_or_read(spec.model.factory, spec.model.arguments, data=data, directory=spec.directory, run_as=RunAs.of(spec))
     if batch is None and data is not None:
         batch = example_batch(spec)
+    elif spec.train is not None and spec.train.shared and isinstance(batch, dict):
+        from pdsl.lowering.probe_rows import marked
+
+        batch = marked(batch, spec.train.shared)
     arguments = plain_arguments(spec.model.arguments) if spec.model is not None else {}
     if model is None:
         assert spec.model is not None
@@ -199,7 +203,7 @@ def example_batch(spec: Spec) -> Any:
     with on_path(spec.directory):
         dataset = call_factory(resolve(reference, spec.directory), plain_arguments(spec.train.data.keywords), reference)
         try:
-            return probe_batch(dataset)
+            return probe_batch(dataset, shared=spec.train.shared)
         except ModelError:
             raise
         except Exception as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
 from multiprocessing import current_process
 
 import torch
@@ -13,7 +13,25 @@ from torch.utils.data import IterableDataset
 from pdsl.data import python_source
 from tests.user_models import Rows
 
-__all__ = ["again", "failing", "noisy", "once", "own_loss", "own_token_loss", "split_by_process", "text", "vectors", "words", "words_rows"]
+__all__ = [
+    "MixedRows",
+    "again",
+    "documents",
+    "documents_rows",
+    "failing",
+    "mixed",
+    "mixed_items",
+    "mixed_rows",
+    "noisy",
+    "once",
+    "own_loss",
+    "own_token_loss",
+    "split_by_process",
+    "text",
+    "vectors",
+    "words",
+    "words_rows",
+]
 
 
 class _Residual(nn.Module):
@@ -140,3 +158,73 @@ class _Text:
 
 def text(context: int) -> _Text:
     return _Text(context)
+
+
+class _Mixed(_OwnLoss):
+    """Tokens are mixed by a matrix that all rows share."""
+
+    def forward(self, x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = mask @ block(x)
+        return nn.functional.mse_loss(x, target)
+
+
+def mixed() -> nn.Module:
+    return _Mixed()
+
+
+class MixedRows(Rows):
+    """Rows of three tokens, and one matrix for all: as it is, or (`by_row`) once more with every row."""
+
+    def __init__(self, size: int, by_row: bool) -> None:
+        generator = torch.Generator().manual_seed(3)
+        super().__init__(x=torch.randn(size, 3, 8, generator=generator), target=torch.randn(size, 3, 8, generator=generator))
+        self.mask, self._by_row = torch.randn(3, 3, generator=generator).tril(), by_row
+
+    def rows(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        mask = self.mask.expand(len(indices), 3, 3) if self._by_row else self.mask
+        return {**super().rows(indices), "mask": mask}
+
+
+def mixed_rows(size: int, by_row: bool = False) -> Rows:
+    return MixedRows(size, by_row)
+
+
+class MixedItems:
+    """The same, row by row."""
+
+    def __init__(self, size: int) -> None:
+        self._rows = MixedRows(size, by_row=False)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        found = self._rows.rows([index])
+        return {"x": found["x"][0], "mask": found["mask"], "target": found["target"][0]}
+
+
+def mixed_items(size: int) -> MixedItems:
+    return MixedItems(size)
+
+
+class _Documents(_OwnLoss):
+    """Every token gets the mean of its document; the offsets of a row say where its documents begin and end."""
+
+    def forward(self, x: Tensor, offsets: Tensor, target: Tensor) -> Tensor:
+        means = [[row[a:b].mean(dim=0).expand(b - a, -1) for a, b in pairwise(at)] for row, at in zip(x, offsets.tolist(), strict=True)]
+        x = x + torch.stack([torch.cat(row) for row in means])
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(x, target)
+
+
+def documents() -> nn.Module:
+    return _Documents()
+
+
+def documents_rows(size: int) -> Rows:
+    """Rows of five tokens, in documents of 3 + 2 and 2 + 3 in turn."""
+    generator = torch.Generator().manual_seed(4)
+    offsets = torch.tensor([[0, 3, 5], [0, 2, 5]]).repeat(size // 2, 1)
+    return Rows(x=torch.randn(size, 5, 8, generator=generator), offsets=offsets, target=torch.randn(size, 5, 8, generator=generator))

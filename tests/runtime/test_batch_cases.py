@@ -5,6 +5,7 @@ The numbers of public bug reports stand with their case: each was silently wrong
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,12 @@ import pdsl
 from pdsl.grammar.errors import ModelError, RunError
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.feed import IndexedSamples, StreamSamples
-from pdsl.runtime.rows import shares, step_indices, steps_per_epoch
+from pdsl.runtime.rows import rank_rows, shares, split_batch, step_indices, steps_per_epoch
+from pdsl.runtime.session import Session
 from pdsl.runtime.train import train_rank
 from pdsl.runtime.verify import assemble, verify_rank
 from tests import batch_models, user_models
+from tests.equality import TENSOR, compile_text, spec_text
 from tests.pool import Pool
 
 FULL = ""
@@ -43,6 +46,8 @@ MODELS = {
     "own loss": ("tests.batch_models:own_loss", ""),
     "mse": ("tests.user_models:four_linears", "objective = mse"),
     "tokens": ("tests.batch_models:words", "objective = cross_entropy; loss = mean(over = tokens)"),
+    "mixed": ("tests.batch_models:mixed", ""),
+    "documents": ("tests.batch_models:documents", ""),
     "noisy": ("tests.batch_models:noisy", "objective = mse"),
     "own tokens": ("tests.batch_models:own_token_loss", "loss = mean(over = tokens)"),
 }
@@ -85,7 +90,14 @@ def _tokens(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(rows["x"]).flatten(0, 1), rows["target"].flatten())
 
 
-LOSSES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Tensor]] = {"own loss": _own, "mse": _mse, "tokens": _tokens, "own tokens": _own}
+LOSSES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Tensor]] = {
+    "own loss": _own,
+    "mse": _mse,
+    "tokens": _tokens,
+    "own tokens": _own,
+    "mixed": _own,
+    "documents": _own,
+}
 
 
 def one_process(model: str, data: user_models.Rows, batches: list[list[int]]) -> dict[str, Any]:
@@ -241,3 +253,105 @@ def test_samples_consumed_follow_from_the_steps(pad: bool, consumed: list[int]) 
     samples = IndexedSamples(batch_models.vectors(20), seed=0, batch=8, pad=pad)
     assert [samples.consumed(s) for s in range(5)] == consumed
     assert consumed == [sum(samples.count(s) for s in range(n)) for n in range(5)]
+
+
+# --- entries of a batch -----------------------------------------------------------------------------------------------------------------------
+
+ENTRY_PLACEMENTS = [("axis dp = 2", FULL), ("axis pp = 2", piped(4)), ("axis pp = 2; axis fsdp = 2", f"{SHARDED}\n{piped(2)}")]
+
+
+@pytest.mark.parametrize(("axes", "blocks"), ENTRY_PLACEMENTS)
+@pytest.mark.parametrize(
+    ("data", "shared"), [("mixed_rows", 'shared = ["mask"]'), ("mixed_items", 'shared = ["mask"]'), ("mixed_rows by row", "")]
+)
+def test_case_15_a_mask_is_cut_by_rows_or_shared_as_the_spec_says(pool: Pool, axes: str, blocks: str, data: str, shared: str) -> None:
+    name, _, by_row = data.partition(" ")
+    source = f'{name}", size = 11' + (", by_row = true" if by_row else "")
+    plan = compiled(axes, "mixed", source, blocks=blocks, train=f"last = pad; {shared}")
+    rows = [list(step_indices(0, s, 11, 8, pad=True)) for s in range(2)]
+    equal(plan, pool.run(_verified, plan.world_size, plan.to_json(), 2), one_process("mixed", batch_models.mixed_rows(11), rows))
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        ("", r'rows\(indices\) gave "mask" with shape \(3, 3\) for 2 rows; what all rows share is named in train { shared = \["mask"\] }'),
+        ('shared = ["mask", "bias"]', r'train { shared = \["bias"\] } names no entry of the data, which has x, target, mask'),
+    ],
+)
+def test_case_15_an_entry_without_rows_that_nobody_declared_is_refused(train: str, told: str) -> None:
+    text = SPEC.format(
+        axes="axis dp = 2",
+        model="tests.batch_models:mixed",
+        arguments="",
+        blocks="",
+        data='mixed_rows", size = 2',
+        batch=8,
+        steps=3,
+        train=train,
+    )
+    (found,) = [d for d in pdsl.check(text) if d.code == "PDL802"]
+    assert re.search(told, found.message)
+
+
+@pytest.mark.parametrize(("axes", "blocks"), ENTRY_PLACEMENTS)
+def test_case_16_offsets_of_documents_go_with_their_rows(pool: Pool, axes: str, blocks: str) -> None:
+    plan = compiled(axes, "documents", 'documents_rows", size = 8', blocks=blocks)
+    data = batch_models.documents_rows(8)
+    equal(plan, pool.run(_verified, plan.world_size, plan.to_json(), 1), one_process("documents", data, [list(step_indices(0, 0, 8, 8))]))
+
+
+def test_case_16_the_second_microbatch_gets_0_2_5_and_not_7_10() -> None:
+    batch = {"x": torch.zeros(2, 5), "offsets": torch.tensor([[0, 3, 5], [0, 2, 5]])}
+    assert split_batch(batch, range(1, 2))["offsets"].tolist() == [[0, 2, 5]]
+
+
+def _given(rank: int, world: int, store: Any, plan: str, batch: Any) -> float:
+    with Session(Plan.from_json(plan), rank, store) as session:
+        return session.step(batch).loss
+
+
+X = torch.zeros(8, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ({"x": X, "mask": None, "target": X}, r'"mask" is a NoneType: expected a tensor with one row per sample$'),
+        ({"x": X, "mask": {"a": X}, "target": X}, r'"mask" is a dict: expected a tensor with one row per sample$'),
+        ({"x": X, "mask": torch.tensor(1.0), "target": X}, r'"mask" is a tensor without dims.*train { shared = \["mask"\] }'),
+        ({"x": X, "mask": torch.zeros(11, 3), "target": X}, r'"mask" has 11 rows, .*for a batch of 8; what all rows share .*"mask"'),
+        ({"x": X[:4], "mask": X[:4], "target": X[:4]}, r'"x" has 4 rows, .*for a batch of 8; with train { last = pad } it may have fewer'),
+        ([X], "the batch is a list"),
+    ],
+)
+def test_what_a_batch_cannot_hold_is_told_by_its_name(pool: Pool, batch: Any, told: str) -> None:
+    plan = compiled("axis dp = 2", "mixed", 'mixed_rows", size = 8, by_row = true')
+    with pytest.raises(RunError, match=told):
+        pool.run(_given, 2, plan.to_json(), batch)
+
+
+# --- the rest of the cases --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_case_19_two_rounds_are_one_batch_of_twice_the_size(pool: Pool, accumulate: int) -> None:
+    blocks = piped(4 // accumulate)
+    plan = compiled("axis pp = 2", "own loss", 'vectors", size = 32', blocks=blocks, batch=16, train=f"accumulate = {accumulate}")
+    expected = one_process("own loss", batch_models.vectors(32), [list(step_indices(0, s, 32, 16)) for s in range(2)])
+    equal(plan, pool.run(_verified, 2, plan.to_json(), 2), expected)
+
+
+def test_case_53_a_last_window_of_one_batch_divides_by_one(pool: Pool) -> None:
+    """Five batches of four rows, two of them a step: the third step has one, and weighs its rows by their own number."""
+    plan = compiled("axis pp = 2", "own loss", 'vectors", size = 20', blocks=piped(2), train="accumulate = 2; last = pad")
+    batches = [list(step_indices(0, s, 20, 8, pad=True)) for s in range(3)]
+    assert [len(b) for b in batches] == [8, 8, 4]
+    ranks = pool.run(_verified, 2, plan.to_json(), 3)
+    equal(plan, ranks, one_process("own loss", batch_models.vectors(20), batches))
+
+
+def test_case_23_tensor_ranks_see_the_same_samples_and_data_ranks_different_ones() -> None:
+    plan = compile_text(spec_text({"dp": 2, "tp": 2}, TENSOR, batch=4))
+    seen = [[p for part in rank_rows(plan, rank).values() for p in part] for rank in range(4)]
+    assert seen == [[0, 1], [0, 1], [2, 3], [2, 3]]  # places in the batch, whatever the order of samples is

@@ -27,7 +27,7 @@ cluster {{ nodes = {nodes}; ranks_per_node = {ranks}; device = cpu }}
 mesh {{ axis dp = rest; axis pp = 2 to 3; {axes} }}
 model {model}
 shard {{ "**" => {layout} }}
-pipeline over pp {{ schedule = one_f_one_b(microbatches = 4) }}
+pipeline over pp {{ schedule = {schedule}(microbatches = 4) }}
 fault_budget {{ lose = {lose}; silence = {silence}; recover = [{recover}] }}
 {checkpoint}
 train {{
@@ -56,6 +56,7 @@ def plan_of(
     model: str = GPT.format(""),
     data: str = TEXT,
     optimizer: str = ADAM,
+    schedule: str = "one_f_one_b",
 ) -> Plan:
     """A small language model on CPU; two ranks of a node shard its layers. `checkpoint` is the inside of that block."""
     axes, layout = ("axis fsdp = 2", "fsdp(fsdp)") if ranks == 2 else ("", "replicate()")
@@ -73,6 +74,7 @@ def plan_of(
         model=model,
         data=data,
         optimizer=optimizer,
+        schedule=schedule,
     )
     return pdsl.compile(pdsl.load(text))
 

@@ -25,6 +25,7 @@ from pdsl.lowering.places import MeshAxis
 from pdsl.lowering.plan import ParameterLayout
 from pdsl.lowering.probe import skeleton, take_rows, taken_entries
 from pdsl.lowering.probe_pass import is_plain_sequential, loss_of, parameter_groups
+from pdsl.lowering.saved import SavedBytes
 from pdsl.lowering.styles import ModuleStyle, is_sequence, module_style, sequence_of, split_axes
 from pdsl.lowering.tensor_facts import SplitInput, TensorFacts, TensorProblem
 from pdsl.lowering.tensor_flow import flow_back
@@ -80,7 +81,7 @@ class _Probed:
     exits: list[tuple[int, int]] = field(factory=list)
     inputs: list[SplitInput] = field(factory=list)
     biases: list[tuple[str, tuple[str, ...]]] = field(factory=list)
-    saved_whole: _Saved = field(init=False)
+    saved_whole: SavedBytes = field(init=False)
 
     @property
     def sequence(self) -> tuple[str, ...]:
@@ -97,9 +98,12 @@ class _Probed:
         rows = {n: take_rows(t, _ROWS) for n, t in (batch.items() if isinstance(batch, Mapping) else ((SINGLE_INPUT, batch),))}
         _give_memory(model, {})
         self._prepare(model, self.whole, None)
-        self.saved_whole = _Saved(self.facts, self.whole, model, rows)
+        self.saved_whole = SavedBytes(self.facts, self.whole, model, rows)
         with self.whole, self.saved_whole:
-            self._call(model, rows)
+            try:
+                self._call(model, rows)
+            except Exception as error:
+                raise ModelError(f"{name}: the forward pass failed: {describe_error(error)}") from error
         self._model, self._rows = model, rows
         return rows
 
@@ -123,7 +127,7 @@ class _Probed:
         for tensor in rows.values():
             self.part.start(tensor, tensor, whole(tensor.dim()))
         self._prepare(model, self.part, self.part)
-        saved = _Saved(self.facts, self.part, model, rows)
+        saved = SavedBytes(self.facts, self.part, model, rows)
         with self.part, saved:
             try:
                 output = self._call(model, rows)

@@ -38,7 +38,7 @@ class TensorGroup:
         """The parts of all ranks, one after the other along a dim."""
         part = tensor.detach().movedim(dim, 0).contiguous()
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
-        dist.all_gather_into_tensor(whole, part, group=self.group)
+        dist.all_gather_single(whole, part, group=self.group)
         if self._places:
             chunks = whole.chunk(self.size)
             whole = torch.cat([chunks[self._places.index(i)] for i in range(self.size)])
@@ -56,7 +56,7 @@ class TensorGroup:
             dist.all_to_all_single(terms, whole, group=self.group)
             return terms.view(self.size, *shape).sum(0).movedim(0, dim)
         part = whole.new_empty(shape)
-        dist.reduce_scatter_tensor(part, whole, group=self.group)
+        dist.reduce_scatter_single(part, whole, group=self.group)
         return part.movedim(0, dim)
 
     def slice(self, tensor: Tensor, dim: int) -> Tensor:

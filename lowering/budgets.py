@@ -193,6 +193,7 @@ def stage_memory_of(
         rows=rows,
         states=optimizer_states(spec.train.optimizer),
         gathers=spec.pipeline is not None,
+        precision=spec.precision,
     )
 
 

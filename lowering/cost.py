@@ -12,13 +12,15 @@ from fractions import Fraction
 from attrs import evolve, frozen
 
 from pdsl.lowering.boxes import box, box_shape
+from pdsl.lowering.crossings import local_layer
 from pdsl.lowering.facts import LayerFacts, ParameterFacts
-from pdsl.lowering.ownership import owned_parameters, stages_using, summed_over
+from pdsl.lowering.ownership import owned_parameters, summed_over
 from pdsl.lowering.plan import Plan, StageCut, Template
 from pdsl.lowering.precision import compute_format, sum_format
 from pdsl.lowering.programs import template_timeline
 from pdsl.lowering.schedule import Op
 from pdsl.lowering.spec import Quantity, Value
+from pdsl.lowering.tensor_traffic import tensor_traffic, tokens_of
 from pdsl.lowering.units import gathers, reductions, unit_groups
 
 __all__ = [
@@ -225,7 +227,7 @@ def _peaks(plan: Plan, template: Template, position: int) -> tuple[int, int]:
     saved = [_stage_activation(plan, s) * rows for s in template.stages]
     between = [_half_bytes(plan, s) * rows if i else 0 for i, s in enumerate(template.stages)]  # the first stage has no input half
     received = [
-        boundary_bytes(plan.facts.layers[s.start], rows) if i and _crosses(template, i) else 0 for i, s in enumerate(template.stages)
+        boundary_bytes(local_layer(plan, s.start), rows) if i and _crosses(template, i) else 0 for i, s in enumerate(template.stages)
     ]
     activations = inputs = most_activations = most_inputs = 0
     for o in template.schedule.rows[position]:
@@ -237,7 +239,7 @@ def _peaks(plan: Plan, template: Template, position: int) -> tuple[int, int]:
         most_activations = max(most_activations, activations)
         most_inputs = max(most_inputs, inputs)
     after = [s for i, s in enumerate(template.stages) if i and template.stages[i - 1].position == position and _crosses(template, i)]
-    gradient = max((boundary_bytes(plan.facts.layers[s.start], rows, gradients=True) for s in after), default=0)
+    gradient = max((boundary_bytes(local_layer(plan, s.start), rows, gradients=True) for s in after), default=0)
     return most_activations, most_inputs + gradient
 
 
@@ -265,7 +267,7 @@ def _half_bytes(plan: Plan, stage: StageCut) -> int:
             continue
         shape = box_shape(box(plan, p, 0, 0)) if not plan.layout(p.name).sharded else p.shape
         features = shape[-1] if p.module == "Embedding" else shape[0] if len(shape) > 1 else _numel(shape)
-        total += features * _tokens(plan, p.layers[0]) * _summed(plan, p)
+        total += features * tokens_of(plan, p.layers[0]) * _summed(plan, p)
     return total
 
 
@@ -334,59 +336,16 @@ def _traffic(plan: Plan, rank: int) -> RankTraffic:
             size = _box_numel(plan, p, at.shard, at.tensor) * _summed(plan, p)
             summed += ring_all_reduce(size, len(summed_over(plan, p, rank)))
     between = _point_to_point(plan, plan.template(at.pipeline), at.position)
-    return RankTraffic(rank, gather, scatter, summed, _tensor_traffic(plan, rank), between)
-
-
-def _tensor_traffic(plan: Plan, rank: int) -> int:
-    """What the tensor ranks exchange inside layers, over all microbatches of a step."""
-    if plan.tensor_size == 1:
-        return 0
-    at = plan.coordinate(rank)
-    stages = plan.template(at.pipeline).stages
-    total = 0
-    for p in plan.facts.parameters:
-        if plan.layout(p.name).tensor_dim is None or len(p.shape) != 2:
-            continue  # biases go with their weights
-        uses = sum(stages[stage].position == at.position for stage in stages_using(plan, at.pipeline, p))
-        total += uses * _matrix_traffic(plan, p, _tokens(plan, p.layers[0]) * plan.rows_per_rank)
-    return total * len(plan.pipelines[at.pipeline].microbatches)
-
-
-def _matrix_traffic(plan: Plan, p: ParameterFacts, tokens: int) -> int:
-    """Bytes sent for one split matrix and `tokens` rows, forward and backward.
-
-    Split by inputs, it sums its output in the forward; split by outputs, the gradient of its input in the backward. A layout in slots takes and
-    gives whole tensors: it also gathers the output, or the gradient of the input.
-    """
-    layout = plan.layout(p.name)
-    embedding = p.module == "Embedding"
-    outputs, inputs = (p.shape[1], p.shape[0]) if embedding else p.shape
-    by_output = layout.tensor_dim == (1 if embedding else 0)
-    summed, gathered = (inputs, outputs) if by_output else (outputs, inputs)
-    item, others = tokens * _computed(plan, p), plan.tensor_size - 1
-    sums = 0 if by_output and embedding else ring_all_reduce(item * summed, plan.tensor_size)  # indices have no gradient
-    whole = layout.style.startswith("[") and (by_output or not embedding)
-    return sums + (-(-item * gathered * others // plan.tensor_size) if whole else 0)
-
-
-def _tokens(plan: Plan, layer: int) -> int:
-    """Rows that one sample gives to the matrices of a layer, read off the nearest boundary."""
-    layers = plan.facts.layers
-    near = sorted(range(1, len(layers)), key=lambda i: (abs(i - layer), i))
-    for i in near:
-        tensors = [t for t in layers[i].inputs if t.differentiable and len(t.dims) > 1]
-        if tensors:
-            return _numel(tensors[0].shape(1)[:-1])
-    return 1
+    return RankTraffic(rank, gather, scatter, summed, tensor_traffic(plan, rank), between)
 
 
 def _point_to_point(plan: Plan, template: Template, position: int) -> int:
     """Activations that a position sends forward and gradients that it sends back, over its row."""
-    layers, rows, stages = plan.facts.layers, plan.rows_per_rank, template.stages
+    rows, stages = plan.rows_per_rank, template.stages
     total = 0
     for o in template.schedule.rows[position]:
         if o.op is Op.FORWARD and o.stage + 1 < len(stages) and _crosses(template, o.stage + 1):
-            total += boundary_bytes(layers[stages[o.stage + 1].start], rows)
+            total += boundary_bytes(local_layer(plan, stages[o.stage + 1].start), rows)
         elif o.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and o.stage and _crosses(template, o.stage):
-            total += boundary_bytes(layers[stages[o.stage].start], rows, gradients=True)
+            total += boundary_bytes(local_layer(plan, stages[o.stage].start), rows, gradients=True)
     return total

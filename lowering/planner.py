@@ -231,9 +231,13 @@ def _stage_naming(stages: tuple[StageSpec, ...], modules: tuple[str, ...]) -> in
 
 
 def layer_costs(facts: ModelFacts) -> tuple[LayerCost, ...]:
-    """Modelled cost of each layer per sample: FLOPs of the forward, twice that for the backward; memory in bytes of its parameters."""
+    """Modelled cost of each layer per sample: FLOPs of the forward, twice that for the backward and what it computes again; memory in bytes of its
+    parameters.
+    """
     sizes = {p.name: p.bytes for p in facts.parameters}
-    return tuple(LayerCost(layer.flops, 2 * layer.flops, sum(sizes[n] for n in layer.parameters)) for layer in facts.layers)
+    return tuple(
+        LayerCost(layer.flops, 2 * layer.flops + layer.again_flops, sum(sizes[n] for n in layer.parameters)) for layer in facts.layers
+    )
 
 
 def _balanced_cut(draft: _Draft, schedule: Schedule) -> tuple[tuple[int, int], ...]:
@@ -243,7 +247,9 @@ def _balanced_cut(draft: _Draft, schedule: Schedule) -> tuple[tuple[int, int], .
 
     def step_time(bounds: tuple[tuple[int, int], ...]) -> object:
         forward = tuple(max(1, sum(layer.flops for layer in layers[a:b])) for a, b in bounds)
-        return simulate(schedule, StageCosts(forward, forward, forward)).makespan
+        again = tuple(sum(layer.again_flops for layer in layers[a:b]) for a, b in bounds)
+        whole = tuple(f + a for f, a in zip(forward, again, strict=True))
+        return simulate(schedule, StageCosts(forward, whole, forward)).makespan
 
     allowed = tuple(not layer.cut_before for layer in layers)
     try:

@@ -25,10 +25,12 @@ _COMPUTE = {
 
 def stage_costs(plan: Plan, template: Template) -> StageCosts:
     """Modelled cost of each stage: FLOPs per sample of a forward, the same again for each half of the backward. A stage without FLOPs
-    counts as one, so that order and bubble stay defined. Nobody waits for an input gradient of the first stage, so its weight half does all.
+    counts as one, so that order and bubble stay defined. Nobody waits for an input gradient of the first stage, so its weight half does all. What is
+    computed again is part of the backward.
     """
     forward = tuple(Fraction(max(1, sum(layer.flops for layer in plan.facts.layers[s.start : s.stop]))) for s in template.stages)
-    return flop_costs(forward)
+    again = tuple(sum(layer.again_flops for layer in plan.facts.layers[s.start : s.stop]) for s in template.stages)
+    return flop_costs(forward, again)
 
 
 @lru_cache(maxsize=64)

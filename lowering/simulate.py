@@ -79,12 +79,18 @@ class StageCosts:
         return self.backward_input[stage] + self.backward_weight[stage]
 
 
-def flop_costs(forward: Sequence[Number]) -> StageCosts:
-    """Costs in FLOPs from those of the forwards: each half of a backward takes as much as a forward.
+def flop_costs(forward: Sequence[Number], again: Sequence[Number] = ()) -> StageCosts:
+    """Costs in FLOPs from those of the forwards: each half of a backward takes as much as a forward. `again` is what the backward of each stage
+    computes once more before; a backward with such work cannot be had in halves, so all of it is in the first.
 
     Nobody waits for an input gradient of the first stage, so its weight half does all.
     """
-    return StageCosts(tuple(forward), (0, *forward[1:]), (2 * forward[0], *forward[1:]))
+    if not any(again):
+        return StageCosts(tuple(forward), (0, *forward[1:]), (2 * forward[0], *forward[1:]))
+    whole = tuple(2 * f + a for f, a in zip(forward, again, strict=True))
+    inputs = tuple(w if a else f for w, f, a in zip(whole, forward, again, strict=True))
+    weights = tuple(w - i for w, i in zip(whole, inputs, strict=True))
+    return StageCosts(tuple(forward), (0, *inputs[1:]), (whole[0], *weights[1:]))
 
 
 @frozen

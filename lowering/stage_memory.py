@@ -16,7 +16,9 @@ from attrs import frozen
 
 from pdsl.lowering.facts import ModelFacts, ParameterFacts
 from pdsl.lowering.plan import ParameterLayout
+from pdsl.lowering.precision import compute_format, sum_format
 from pdsl.lowering.schedules import SCHEDULES
+from pdsl.lowering.spec import PrecisionSpec
 from pdsl.lowering.templates import Fits
 
 __all__ = ["StageMemory", "fits_in"]
@@ -28,42 +30,62 @@ _FP32 = 4
 @frozen
 class StageMemory:
     """Bytes of layers on one rank: `state` and `passing` are sums before each layer, the first of what stays, the second per microbatch. `again` are
-    (layer, later layer, bytes) of tied parameters, which a stage with both holds once. `boundary` is per microbatch.
+    (layer, later layer, bytes) of tied parameters, which a stage with both holds once. `boundary` is per microbatch, `recomputed` what the largest module
+    that runs again takes while it does.
     """
 
     state: tuple[int, ...]
     passing: tuple[int, ...]
     again: tuple[tuple[int, int, int], ...]
     boundary: int
+    recomputed: int = 0
 
     @classmethod
     def of(
-        cls, facts: ModelFacts, layouts: Sequence[ParameterLayout], *, shard: int, tensor: int, rows: int, states: int, gathers: bool = True
+        cls,
+        facts: ModelFacts,
+        layouts: Sequence[ParameterLayout],
+        *,
+        shard: int,
+        tensor: int,
+        rows: int,
+        states: int,
+        gathers: bool = True,
+        precision: PrecisionSpec | None = None,
     ) -> StageMemory:
         """For `rows` samples of a microbatch on a rank and an optimizer with `states` numbers for each element. `gathers`: the step holds sharded
-        parameters and their gradients whole, as in pipelines.
+        parameters and their gradients whole, as in pipelines. Without `precision` layers compute in the formats of the model.
         """
+        formats = precision or PrecisionSpec()
         per_layer = [0] * len(facts.layers)
         again = []
         for p, layout in zip(facts.parameters, layouts, strict=True):
-            size = _parameter_bytes(p, layout, shard, tensor, states, gathers)
+            items = (_item(p.dtype), _item(compute_format(formats, facts, p)), _item(sum_format(formats, p)))
+            size = _parameter_bytes(p, layout, shard, tensor, states, gathers, items)
             for layer in p.layers:
                 per_layer[layer] += size
             again += [(a, b, size) for a, b in pairwise(p.layers)]
         passing = [layer.activation_bytes * rows for layer in facts.layers]
         widest = max((sum(prod(t.shape(rows)) * _ITEM.get(t.dtype, _FP32) for t in layer.inputs) for layer in facts.layers), default=0)
-        return cls(tuple(accumulate(per_layer, initial=0)), tuple(accumulate(passing, initial=0)), tuple(again), widest)
+        recomputed = max((layer.again_bytes for layer in facts.layers), default=0) * rows
+        return cls(tuple(accumulate(per_layer, initial=0)), tuple(accumulate(passing, initial=0)), tuple(again), widest, recomputed)
 
     def bytes(self, start: int, stop: int, held: int) -> int:
         """Bytes of layers [start, stop) with `held` microbatches between their forward and their backward."""
         twice = sum(size for a, b, size in self.again if start <= a and b < stop)
-        return (
-            self.state[stop] - self.state[start] - twice + held * (self.passing[stop] - self.passing[start] + self.boundary) + self.boundary
-        )
+        passing = held * (self.passing[stop] - self.passing[start] + self.boundary)
+        return self.state[stop] - self.state[start] - twice + passing + self.boundary + self.recomputed
 
 
-def _parameter_bytes(p: ParameterFacts, layout: ParameterLayout, shard: int, tensor: int, states: int, gathers: bool) -> int:
-    item = _ITEM.get(p.dtype, _FP32)
+def _item(dtype: str) -> int:
+    return _ITEM.get(dtype, _FP32)
+
+
+def _parameter_bytes(
+    p: ParameterFacts, layout: ParameterLayout, shard: int, tensor: int, states: int, gathers: bool, items: tuple[int, int, int]
+) -> int:
+    """`items` are bytes of an element: of the weight, of what layers compute with, of sums of gradients."""
+    item, computed, summed = items
     shape = list(p.shape)
     if layout.tensor_dim is not None:
         shape[layout.tensor_dim] = -(-shape[layout.tensor_dim] // tensor)
@@ -72,8 +94,9 @@ def _parameter_bytes(p: ParameterFacts, layout: ParameterLayout, shard: int, ten
         shape[0] = -(-shape[0] // shard)
     own = prod(shape)
     trained = 1 if p.trainable else 0
-    gathered = whole * item * (1 + trained) if layout.sharded and gathers else 0
-    return own * item * (1 + trained) + trained * states * own * _FP32 + gathered
+    gathered = whole * (computed + trained * summed) if layout.sharded and gathers else 0
+    copy = own * computed if computed != item and not layout.sharded else 0
+    return own * item * (1 + trained) + trained * states * own * _FP32 + gathered + copy
 
 
 def fits_in(memory: StageMemory, limit: int, schedule: str, virtual: int, microbatches: int) -> Fits:

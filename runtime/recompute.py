@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ __all__ = ["recompute_modules"]
 
 def recompute_modules(model: nn.Module, names: Iterable[str], *, random: bool) -> None:
     """Let the named modules run again in the backward. `random`: they may draw random numbers, which must then be drawn again."""
-    for name in names:
+    chosen = tuple(names)
+    if chosen:
+        # checkpointing imports it when it first runs, and what it computes then would be held by the frames of that import
+        import_module("torch._dynamo")
+    for name in chosen:
         module = model.get_submodule(name)
         module.forward = _twice(name, module.forward, random=random)
 

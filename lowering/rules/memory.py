@@ -143,7 +143,7 @@ def _module_names(facts: ModelFacts) -> list[str]:
 
 def _above(facts: ModelFacts) -> set[str]:
     """Names of modules that hold layers."""
-    found = set()
+    found: set[str] = set()
     for layer in facts.layers:
         for module in layer.modules:
             parts = module.split(".")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import pdsl
 from pdsl.lowering.cost import cost
@@ -118,3 +120,57 @@ def test_activations_in_flight_are_near_the_measured_ones(pool: Pool, schedule: 
     predicted = [m.activations for m in cost(plan).memory]
     print("predicted / measured:", [f"{p / m:.3f}" for p, m in zip(predicted, measured, strict=True)])
     assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def kept_bytes(rank: int, world: int, store: Any, text: str) -> int:
+    """As `saved_bytes`, with what checkpointing keeps: the tensors that go into the modules that run again, which autograd is not asked to save."""
+    plan = Plan.from_json(text)
+    with Session(plan, rank, store) as session:
+        saved = Saved(list(session.model.parameters()))
+
+        def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
+            for tensor in tree_leaves(args):
+                holder = saved.pack(tensor)
+                if isinstance(holder, _Holder):
+                    del holder.tensor
+                    weakref.finalize(tensor, id, holder)  # keeps the holder as long as the tensor lives
+
+        for name in plan.facts.recomputed:
+            session.model.get_submodule(name).register_forward_pre_hook(keep)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor if isinstance(held, _Holder) else held):
+            session.step(read_rows(make_dataset(plan), range(plan.job.batch)))
+    return saved.peak
+
+
+PIPELINE = "pipeline over pp { schedule = one_f_one_b(microbatches = 4) }"
+
+
+def test_activations_in_bf16_are_near_the_measured_ones(pool: Pool) -> None:
+    plan = plan_of("axis pp = 2", "replicate()", PIPELINE + "\nprecision { params = bf16 }")
+    measured = pool.run(saved_bytes, plan.world_size, plan.to_json())
+    predicted = [m.activations for m in cost(plan).memory]
+    print("predicted / measured:", [f"{p / m:.3f}" for p, m in zip(predicted, measured, strict=True)])
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def test_what_is_kept_of_recomputed_layers_is_near_the_measured(pool: Pool) -> None:
+    wide = SPEC.replace("width = 32; heads = 2", "width = 256; heads = 16")  # so that what has no rows, the rotary tables, is little
+    plain, plan = (
+        pdsl.compile(pdsl.load(wide.format(axes="axis pp = 2", layout="replicate()", pipeline=PIPELINE + memory)))
+        for memory in ("", '\nmemory { recompute = "layers.*" }')
+    )
+    measured = pool.run(kept_bytes, plan.world_size, plan.to_json())
+    again = max(layer.again_bytes for layer in plan.facts.layers) * plan.rows_per_rank
+    predicted = [m.activations - again for m in cost(plan).memory]
+    print("predicted / measured:", [f"{p / m:.3f}" for p, m in zip(predicted, measured, strict=True)])
+    assert predicted == pytest.approx(measured, rel=0.05)
+    for ours, theirs in zip(plan.facts.layers, plain.facts.layers, strict=True):
+        assert ours.activation_bytes + ours.again_bytes == theirs.activation_bytes, "what is not kept is what comes back"
+
+
+@pytest.mark.parametrize(("axes", "layout"), [("axis dp = 2", "replicate()"), ("axis sh = 2", "fsdp(sh)")], ids=["dp 2", "fsdp 2"])
+def test_weights_gradients_and_states_of_bf16_are_those_of_fp32(pool: Pool, axes: str, layout: str) -> None:
+    plan = plan_of(axes, layout, "precision { params = bf16 }")
+    measured = pool.run(held_bytes, plan.world_size, plan.to_json())
+    for m, predicted in zip(measured, cost(plan).memory, strict=True):
+        assert (m["parameters"], m["gradients"], m["optimizer"]) == (predicted.parameters, predicted.gradients, predicted.optimizer)

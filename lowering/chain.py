@@ -31,7 +31,7 @@ class Crossing:
 class Segment:
     """What was seen in one segment. `modules` are the outermost modules with parameters that were called, but not the block itself; `saved`
     are the bytes that autograd kept; `leak` names what the loss reads from earlier segments past `crossings`, empty if nothing. `again_flops` is what
-    the backward computes again, `again` the bytes that the largest module of it takes then.
+    the backward computes again, `writes` whether the block writes into what it is given (see `LayerFacts`), `again` the bytes that the largest module of it takes then.
     """
 
     crossings: tuple[Crossing, ...] = ()
@@ -39,6 +39,7 @@ class Segment:
     flops: int = 0
     saved: int = 0
     leak: str = ""
+    writes: str = ""
     again_flops: int = 0
     again: int = 0
 
@@ -225,6 +226,7 @@ def _layer(
         cut_before=reason,
         again_flops=sum(_per_row(small.segments[s].again_flops, large.segments[s].again_flops, *rows) for s in merged),
         again_bytes=max(_per_row(small.segments[s].again, large.segments[s].again, *rows) for s in merged),
+        writes=next((w for s in merged if (w := small.segments[s].writes or large.segments[s].writes)), ""),
         passthrough=kind is LayerKind.BLOCK and small.passthrough[segment - 1] and large.passthrough[segment - 1],
     )
 

@@ -71,7 +71,8 @@ class LayerFacts:
     products of one forward, per sample; `activation_bytes` is what autograd keeps per sample from a forward to its backward, each storage once per layer.
     Where modules of it are computed again in the backward, that are their inputs; `again_flops` is what is then computed twice, per sample, and
     `again_bytes` what the largest of them takes while its backward runs. `inputs` cross the boundary into this layer. `cut_before` is empty if a stage may begin here, else says why not. `passthrough` says that the
-    block turns its first argument into one tensor of the same shape and dtype.
+    block turns its first argument into one tensor of the same shape and dtype. `writes` is empty unless the block writes into a tensor that it is given
+    and that needs a gradient: `alone` if nobody else reads it afterwards, else `seen`.
     """
 
     name: str
@@ -85,6 +86,7 @@ class LayerFacts:
     passthrough: bool = False
     again_flops: int = 0
     again_bytes: int = 0
+    writes: str = ""
 
 
 @frozen
@@ -177,6 +179,8 @@ class ModelFacts:
     lie in the same memory and are not the same parameter. `loss` tells whether it returned a loss: a scalar, or an output with one under that name. `warnings` are things worth
     telling, such as normalisation with batch statistics or what stands in the way of a chain. `tensor` is what was found out about the layouts of one plan over its tensor axes, None where there are none.
 
+    `samples` are those of the training data, None where it has no length or was not read.
+
     Boundaries, FLOPs and bytes are those of the formats and the recomputation that the model was read with. `recomputed` are the outermost modules whose
     activations are computed again, `unrepeatable` says of those that cannot be why not. `casts_output` tells that the last module's output is cast
     to the format of the output. `refuses` is why the model does not run in the format that was asked for, empty if it does; then the facts are those of its own formats.
@@ -201,6 +205,7 @@ class ModelFacts:
     draws: tuple[DrawFacts, ...] = ()
     statistics: tuple[str, ...] = ()
     shares: tuple[tuple[str, str], ...] = ()
+    samples: int | None = None
 
     def parameter(self, name: str) -> ParameterFacts:
         return next(p for p in self.parameters if p.name == name)

@@ -15,6 +15,9 @@ import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import evolve
 
 from pdsl.grammar.cache import read_entry, write_entry
 from pdsl.grammar.errors import ModelError
@@ -25,7 +28,10 @@ from pdsl.lowering.precision import AS_MADE, RunAs
 from pdsl.lowering.serial import dump, load
 from pdsl.lowering.spec import CallValue, Value
 
-__all__ = ["cached_facts", "data_reference", "facts_key", "read_facts", "source_files", "store_facts"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["cached_facts", "check_held_out", "data_reference", "facts_key", "read_facts", "source_files", "store_facts"]
 
 Arguments = Mapping[str, Value] | Sequence[tuple[str, Value]]
 
@@ -34,6 +40,7 @@ _READERS = (
     "probe.py",
     "probe_pass.py",
     "probe_memory.py",
+    "probe_writes.py",
     "probe_rows.py",
     "probe_numerics.py",
     "probe_repeats.py",
@@ -57,18 +64,32 @@ def read_facts(
     if found is not None:
         return found
     from pdsl.lowering.probe import probe
-    from pdsl.lowering.probe_rows import probe_batch
+    from pdsl.lowering.probe_rows import probe_batch, sample_count
 
     with watching() as watch, on_path(directory):
-        batch = None
+        batch, samples = None, None
         if data is not None:
             reference = data_reference(data)
             dataset = call_factory(resolve(reference, directory), plain_arguments(data.keywords), reference)
-            batch = probe_batch(dataset, shared=run_as.shared)
-        facts = probe(factory, plain_arguments(arguments), batch=batch, directory=directory, run_as=run_as)
+            samples, batch = sample_count(dataset), probe_batch(dataset, shared=run_as.shared)
+        if batch is not None and run_as.held_out is not None:
+            check_held_out(batch, run_as.held_out, run_as.shared, directory)
+        facts = evolve(probe(factory, plain_arguments(arguments), batch=batch, directory=directory, run_as=run_as), samples=samples)
     if cache:
         store_facts(facts, factory, arguments, data=data, directory=directory, read=watch.stamps(), run_as=run_as)
     return facts
+
+
+def check_held_out(batch: Mapping[str, Tensor], data: CallValue, shared: Sequence[str], directory: str) -> None:
+    """Raises ModelError if held-out data cannot be read, or has other rows than `batch`, the first of those that are trained on."""
+    from pdsl.lowering.probe_rows import difference, probe_batch
+
+    reference = data_reference(data)
+    with on_path(directory):
+        found = call_factory(resolve(reference, directory), plain_arguments(data.keywords), reference)
+        problem = difference(batch, probe_batch(found, shared=shared))
+    if problem:
+        raise ModelError(f"the held-out data of {reference} is of another kind: {problem}")
 
 
 def cached_facts(

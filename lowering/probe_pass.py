@@ -25,6 +25,7 @@ from pdsl.lowering.chain import Crossing, Observation, Segment
 from pdsl.lowering.draws import Draw
 from pdsl.lowering.probe_numerics import Numerics
 from pdsl.lowering.probe_repeats import Repeats
+from pdsl.lowering.probe_writes import Writes, written_from
 
 __all__ = ["NotAChain", "Recorder", "is_plain_sequential", "loss_of", "parameter_groups"]
 
@@ -132,6 +133,7 @@ class Recorder:
         self.running: list[str] = []  # modules outside of blocks, the outermost first
         self.updated: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # buffers that the forward changed
         self.outside: set[str] = set()  # parameters read while no module that holds them runs
+        self.writes = Writes()
         self.draws: list[Draw] = []
         self.flops = _Operations(self._drawn)
         self.uses = _Uses(self._note)
@@ -260,7 +262,9 @@ class Recorder:
         leaves, spec = tree_flatten((args, kwargs))
         if not torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise NotAChain(f"{name} runs without autograd on tensors that need a gradient, as under checkpoint(..., use_reentrant=True)")
-        args, kwargs = tree_unflatten(self._aliased(leaves), spec)
+        given = self._aliased(leaves)
+        self.writes.enters(self.segment, given, self.crossings[-1])
+        args, kwargs = tree_unflatten(given, spec)
         return args, kwargs
 
     def _aliased(self, leaves: list[Any]) -> list[Any]:
@@ -282,6 +286,7 @@ class Recorder:
         return [given.get(id(leaf), leaf) for leaf in leaves]
 
     def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        self.writes.leaves(self.segment, self.inside)
         self.inside = ""
         handed = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         leaves, spec = tree_flatten(output)
@@ -300,18 +305,27 @@ class Recorder:
     def _observation(self, output: Any, rows: int, *, random: bool) -> Observation:
         loss = loss_of(output)
         leaks = self._leaks([loss] if loss is not None else [t for t in tree_leaves(output) if isinstance(t, Tensor)])
+        kinds = self.writes.kinds(self.crossings, leaks)
+        leaks |= {s: why for s, why in self.writes.reasons(self.crossings).items() if s not in leaks}
         ends = [*self.flops_at, self.flops.total]
         begins = [0, *self.flops_at]
         segments = [
             Segment(
                 crossings=tuple(
-                    Crossing(i, tuple(t.shape), str(t.dtype).removeprefix("torch."), source.requires_grad, t._version != version)
-                    for i, source, t, version in self.crossings[s]
+                    Crossing(
+                        i,
+                        tuple(t.shape),
+                        str(t.dtype).removeprefix("torch."),
+                        source.requires_grad,
+                        written_from(self.crossings, s, source),
+                    )
+                    for i, source, t, _ in self.crossings[s]
                 ),
                 modules=tuple(self.modules[s]),
                 flops=ends[s] - begins[s],
                 saved=sum(self.saved[s].values()),
                 leak=leaks.get(s, ""),
+                writes=kinds.get(s, ""),
                 again_flops=self.repeats.flops.get(s, 0),
                 again=self.repeats.bytes.get(s, 0),
             )

@@ -21,9 +21,11 @@ from pdsl.lowering.plan import Plan
 from pdsl.lowering.precision import applies
 from pdsl.lowering.probe import on_meta
 from pdsl.lowering.probe_pass import parameter_groups
+from pdsl.lowering.units import owned_layers
 from pdsl.runtime.compiled import compile_layers
 from pdsl.runtime.local import local_tensor
 from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory
+from pdsl.runtime.own_inputs import copy_written_inputs
 from pdsl.runtime.precision import Formats
 from pdsl.runtime.recompute import recompute_modules
 from pdsl.runtime.shard import shard_layers
@@ -59,6 +61,8 @@ class Part:
         self.parameters = {p.name: self.tensors[p.name] for p in owned if p.trainable}
         self.boxes = _boxes(plan, rank, owned)
         self.statistics = Statistics.of(plan, rank, model, mesh)
+        if self.units is not None:
+            copy_written_inputs(plan, model, owned_layers(plan, rank))
         mine = {i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)}
         self._updated = tuple(b.name for b in plan.facts.updated if mine.intersection(b.layers))
         modules = {m for i in mine for m in plan.facts.layers[i].modules}

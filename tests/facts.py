@@ -94,11 +94,13 @@ FACTS = {
             BufferFacts(f"layers.{n}.norm1.{b}", (64,), "float32", (n + 1,)) for n in (0, 1) for b in ("running_mean", "running_var")
         ),
     ),
+    "gpt_twenty": evolve(gpt_facts(), samples=20),
     "gpt_counting": evolve(gpt_facts(), buffers=("calls",), updated=(BufferFacts("calls", (), "int64", (0,)),)),
     "gpt_counting_again": evolve(
         gpt_facts(), buffers=("layers.0.calls",), updated=(BufferFacts("layers.0.calls", (), "int64", (1,)),), recomputed=("layers.0",)
     ),
     "gpt_snapshot": evolve(gpt_facts(), buffers=("snapshot",), shares=(("snapshot", "tok.weight"),)),
+    "gpt_writing": evolve(gpt_facts(), layers=tuple(evolve(x, writes="seen" if x.name == "layers.2" else "") for x in gpt_facts().layers)),
     "gpt_overlapping": evolve(gpt_facts(), shares=(("layers.1.attn.wq.weight", "layers.0.attn.wq.weight"),)),
     "gpt_uncut": gpt_facts(cut_before="a mask made in layers.2 is used here"),
 }

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tests.user_models import Rows
 
-__all__ = ["Normed", "normed", "normed_rows", "reading"]
+__all__ = ["Normed", "inplace", "inplace_rows", "normed", "normed_rows", "reading"]
 
 WIDTH = 8
 
@@ -68,3 +68,50 @@ class _Reading(nn.Module):
 
 def reading() -> nn.Module:
     return _Reading()
+
+
+class Inplace(nn.Module):
+    """Blocks that write into what they are given, or into views of it, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.way == "input":
+            x += 0.5
+        elif self.way == "relu":
+            x = nn.functional.relu(x, inplace=True)
+        elif self.way == "view":
+            x.view(len(x), -1)[:, : WIDTH // 2].mul_(2.0)
+        elif self.way == "mask":
+            mask.mul_(0.5)
+        y = torch.tanh(self.linear(x)) * mask
+        y += 0.1
+        return y
+
+
+class InplaceChain(nn.Module):
+    """In-place blocks between a stem and a head; `mask` is made by the model itself and given to every block."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Inplace(way) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        mask = torch.ones_like(x)
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, mask)
+        x.add_(1.0)
+        return nn.functional.mse_loss(self.head(x)[:, 0], target)
+
+
+def inplace(way: str = "input") -> nn.Module:
+    return InplaceChain(way)
+
+
+inplace_rows = normed_rows

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from pdsl.grammar.diagnostics import Diagnostic, Severity
 from pdsl.grammar.source import Span
-from pdsl.lowering.facts import Rowed
+from pdsl.lowering.facts import LayerKind, Rowed
 from pdsl.lowering.rules.base import Context, Rule, listed, plural, quoted
+from pdsl.lowering.spec import ShardRule
 
-__all__ = ["BatchStatistics", "BufferOfAParameter", "DrawsAcrossRows", "OverlappingParameters", "UpdatedBuffers"]
+__all__ = ["BatchStatistics", "BufferOfAParameter", "DrawsAcrossRows", "OverlappingParameters", "SeenWrites", "UpdatedBuffers"]
 
 
 def _model(context: Context) -> Span | None:
@@ -159,6 +160,53 @@ class UpdatedBuffers(Rule):
                 context.place("memory.recompute", "memory"),
                 help=("leave the module out of `recompute`",),
             )
+
+
+class SeenWrites(Rule):
+    """What it does
+        Checks that a layer with sharded parameters writes into no tensor that it is given and that others read afterwards.
+
+    Why it is bad
+        The layer is a unit that is gathered when it runs, and a unit gets views of its inputs that must not be written into. A copy does where
+        nobody else reads the input; here others would read it as it was before.
+
+    Example (bad)
+        x += 1                         # in a block
+        x = x + block(x)               # in the model: x is what the block has written
+
+    Better
+        x = x + 1                      # in the block: a tensor of its own
+
+    Fix
+        Make the operation one that gives a new tensor, or leave the parameters of the layer whole.
+    """
+
+    code = "PDL332"
+    name = "seen-writes"
+    needs = frozenset({"model", "mesh", "shard"})
+    needs_facts = True
+    needs_mesh = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        facts, mesh = context.facts, context.mesh
+        assert facts is not None
+        assert mesh is not None
+        if mesh.shard_size == 1:
+            return
+        for layer in facts.layers:
+            rules = sorted({context.decided[p] for p in layer.parameters if p in context.decided and context.sharded(_rule(context, p))})
+            if layer.kind is not LayerKind.BLOCK or layer.writes != "seen" or not rules:
+                continue
+            yield self.report(
+                f"{layer.name} writes into a tensor that it is given and that others read afterwards, and its parameters are sharded",
+                context.spec.shard[rules[0]].span,
+                f"shards {layer.name}",
+                help=("an operation that gives a new tensor, or replicate() for the layer",),
+            )
+
+
+def _rule(context: Context, parameter: str) -> ShardRule:
+    return context.spec.shard[context.decided[parameter]]
 
 
 class BufferOfAParameter(Rule):

@@ -73,8 +73,10 @@ def hop_of(pipeline: PipelineSpec, facts: ModelFacts, positions: int) -> Fractio
 
 
 def splits(spec: Spec, shard_size: int) -> bool:
-    """Whether backwards may run in halves: not if the spec says no, and not where sharded layers are given back or reduced between the halves."""
-    if spec.train is not None and spec.train.compile != "false":
+    """Whether backwards may run in halves: not if the spec says no, not where layers are compiled, not where sharded layers are given back or reduced
+    between the halves, and not where activations are computed again, which leaves nothing for the second half.
+    """
+    if spec.memory.recompute is not None or (spec.train is not None and spec.train.compile != "false"):
         return False
     if spec.pipeline is None or spec.pipeline.schedule.get("split", True) is False:
         return False
@@ -123,11 +125,12 @@ def _room(asked: AutoStages, each: int, held: Callable[[int, int], int]) -> Fits
 def basis_of(asked: AutoStages, stages: Sequence[StageCut]) -> ScheduleBasis:
     """What a search needs to know of stages."""
     forward = forward_flops(asked.facts, stages)
+    again = tuple(sum(layer.again_flops for layer in asked.facts.layers[s.start : s.stop]) for s in stages)
     if asked.memory is None:
-        return ScheduleBasis(forward, asked.hop, (1,) * len(stages), None, asked.split)
+        return ScheduleBasis(forward, asked.hop, (1,) * len(stages), None, asked.split, again)
     memory = asked.memory
     sizes = tuple(memory.bytes(s.start, s.stop, 1) - memory.bytes(s.start, s.stop, 0) for s in stages)
-    return ScheduleBasis(forward, asked.hop, sizes, _caps(asked, stages, sizes), asked.split)
+    return ScheduleBasis(forward, asked.hop, sizes, _caps(asked, stages, sizes), asked.split, again)
 
 
 def _caps(asked: AutoStages, stages: Sequence[StageCut], sizes: Sequence[int]) -> tuple[int, ...] | None:

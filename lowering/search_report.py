@@ -50,7 +50,8 @@ class SearchReport:
 @frozen
 class ScheduleBasis:
     """Stages as a search sees them: FLOPs of a forward for one sample, the latency between two positions in FLOPs, bytes that a microbatch leaves on each
-    stage, and the bytes that each position has for that (None: any amount). `split` allows backwards in two halves.
+    stage, and the bytes that each position has for that (None: any amount). `split` allows backwards in two halves. `again` are FLOPs that the
+    backward of each stage computes once more before; empty if none does.
     """
 
     forward: tuple[int, ...]
@@ -58,3 +59,4 @@ class ScheduleBasis:
     sizes: tuple[int, ...]
     caps: tuple[int, ...] | None = None
     split: bool = True
+    again: tuple[int, ...] = ()

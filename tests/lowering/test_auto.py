@@ -128,6 +128,19 @@ def test_backwards_stay_whole_where_the_spec_says_so_or_sharding_would_undo_them
     sharded = "axis pp = 2; axis fsdp = 2"
     assert splits(planned(axes=sharded))
     assert not splits(planned(axes=sharded, memory="memory { reshard = true }"))
+    again = evolve(FACTS_8, recomputed=tuple(f"layers.{i}" for i in range(8)))
+    assert not splits(planned(facts=again, memory='memory { recompute = "layers.*" }'))
+
+
+def test_what_is_computed_again_is_part_of_the_costs():
+    again = evolve(FACTS_8, layers=tuple(evolve(layer, again_flops=layer.flops) for layer in FACTS_8.layers))
+    made = planned(facts=again)
+    (template,) = made.templates
+    assert template.search is not None
+    assert template.search.makespan == simulate(template.schedule, stage_costs(made, template)).makespan
+    plain = planned().templates[0].search
+    assert plain is not None
+    assert template.search.makespan > plain.makespan
 
 
 def test_transfers_of_a_found_schedule_cannot_deadlock():
@@ -162,10 +175,12 @@ def test_three_written_stages_have_no_placement_on_two_positions():
     three = 'stage a { "tok", "layers[..1]" }\nstage b { "layers[1..2]" }\nstage c { "layers[2..]", "norm", "head" }'
     found = checked(axes="axis pp = 2", stages=three, facts=FACTS["gpt"])
     assert [d.code for d in found.diagnostics] == ["PDL414"]
-    two = checked(axes="axis pp = 2", stages='stage a { "tok", "layers[..2]" }\nstage b { "layers[2..]", "norm", "head" }', facts=FACTS["gpt"])
+    two = checked(
+        axes="axis pp = 2", stages='stage a { "tok", "layers[..2]" }\nstage b { "layers[2..]", "norm", "head" }', facts=FACTS["gpt"]
+    )
     assert two.spec is not None
     assert two.spec.pipeline is not None
-    first, last = two.spec.pipeline.stages
+    first, _ = two.spec.pipeline.stages
     odd = evolve(two.spec, pipeline=evolve(two.spec.pipeline, stages=(first,)))
     mesh = build_mesh(odd, 2)
     assert mesh is not None

@@ -1,8 +1,10 @@
-"""The three jobs of the step-time benchmark as a careful engineer writes them with torch alone. Nothing of PDSL's runtime is used here.
+"""The jobs of the step-time benchmark as a careful engineer writes them with torch alone. Nothing of PDSL's runtime is used here.
 
+- `Replicated`: DDP over all ranks, gradients as views of its buckets.
 - `Sharded`: FSDP2 over all ranks, `fully_shard` on each block and on the root, defaults.
 - `Piped`: two stages under torch's own 1F1B, static shapes, the model cut by hand.
 - `PipedSharded`: both, on a (pp, fsdp) mesh, with parameters kept gathered between microbatches.
+- `PipedShardedSplit`: the same with the matrices of each block split by columns and rows, on a (pp, fsdp, tp) mesh.
 
 All use fused AdamW, drop gradients by setting them to None and report the mean loss over the global batch, one all-reduce a step that runs while
 the optimizer writes. Each takes only the rows of its own rank.
@@ -15,12 +17,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from _jobs import Job
+from _jobs import SCHEDULES, SPLIT, Job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: TID251  the side that PDSL is compared with
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from pdsl.models import gpt
 from pdsl.models.gpt import GPT, rotation_table
@@ -33,18 +37,30 @@ CPU = torch.device("cpu")
 def handwritten(job: Job, rank: int, store: dist.Store) -> Handwritten:
     """The job's torch side for one rank; makes torch's WORLD over all its ranks."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=timedelta(seconds=60))
-    kinds: dict[str, type[Handwritten]] = {"fsdp": Sharded, "pp": Piped, "pp+fsdp": PipedSharded}
+    kinds: dict[str, type[Handwritten]] = {
+        "ddp": Replicated, "fsdp": Sharded, "pp": Piped, "pp+fsdp": PipedSharded, "pp+fsdp+tp": PipedShardedSplit,
+    }  # fmt: skip
+    if job.case in SCHEDULES:
+        from _handwritten_chunks import Chunked  # which needs this module
+
+        return Chunked(job, rank)
     return kinds[job.case](job, rank)
 
 
 class Handwritten:
-    """What the three have in common: optimizer, loss, the step."""
+    """What they have in common: optimizer, loss, the step."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
         torch.manual_seed(job.seed)
         module = self.build(gpt(**job.model))
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=job.rate, weight_decay=job.decay, fused=True)
+        self.optimizers = [
+            torch.optim.AdamW(group, lr=job.rate, weight_decay=job.decay, fused=True) for group in self.parameters(module) if group
+        ]
+
+    def parameters(self, module: nn.Module) -> list[list[nn.Parameter]]:
+        """The parameters of a rank, in groups that one call of the optimizer can update."""
+        return [list(module.parameters())]
 
     def build(self, model: GPT) -> nn.Module:
         raise NotImplementedError
@@ -61,10 +77,25 @@ class Handwritten:
         """One step on this rank's rows: the loss over the global batch, the same on all ranks."""
         loss = self.forward_backward(tokens, targets)
         work = dist.all_reduce(loss, async_op=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         work.wait()
         return loss.item()
+
+
+class Replicated(Handwritten):
+    def build(self, model: GPT) -> nn.Module:
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return model
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        return tokens.chunk(self.job.ranks)[self.rank].contiguous()
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = self.model(tokens, targets)
+        loss.backward()
+        return loss.detach() / self.job.ranks
 
 
 class Sharded(Handwritten):
@@ -123,7 +154,7 @@ class Piped(Handwritten):
         job = self.job
         self.make_mesh()
         first = self.stage == 0
-        module = FirstStage(model, job.cut) if first else LastStage(model, job.cut)
+        module = FirstStage(model, job.cuts[0]) if first else LastStage(model, job.cuts[0])
         self.shard(module)
         width, context, vocabulary = job.model["width"], job.model["context"], model.output.out_features
         batch = job.batch // job.microbatches // self.shards
@@ -169,3 +200,28 @@ class PipedSharded(Piped):
         for layer in module.layers:
             wrap(layer)
         wrap(module)
+
+
+class PipedShardedSplit(PipedSharded):
+    def make_mesh(self) -> None:
+        self.shards, self.splits = 2, 2
+        self.mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
+        self.stage, self.shard_at = self.mesh.get_local_rank("pp"), self.mesh.get_local_rank("fsdp")
+        self.pipeline = self.mesh.get_group("pp")
+
+    def shard(self, module: FirstStage | LastStage) -> None:
+        styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+        plan = {name: styles[style]() for style, names in SPLIT.items() for name in names}
+        for layer in module.layers:
+            parallelize_module(layer, self.mesh["tp"], plan)
+        super().shard(module)
+
+    def parameters(self, module: nn.Module) -> list[list[nn.Parameter]]:
+        """A fused update takes tensors of one mesh."""
+        found: dict[int, list[nn.Parameter]] = {1: [], 2: []}
+        for p in module.parameters():
+            found[p.device_mesh.ndim].append(p)  # type: ignore[attr-defined]
+        return list(found.values())
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return super().forward_backward(tokens, targets) / self.splits

@@ -297,4 +297,6 @@ class TiedOverStages(Rule):
             found = dict.fromkeys(pipeline.stages[owners[i][0]].name for i in p.layers if owners[i])
             return f"stages {listed(found)}" if len(found) > 1 else None
         ends = min(p.layers) == 0 and max(p.layers) == len(facts.layers) - 1
-        return f"the first and the last of {stages} stages" if ends else None
+        family = FAMILIES.get(pipeline.schedule.name)
+        together = ", which one position runs" if family is not None and family.placement == "v" else ""
+        return f"the first and the last of {stages} stages{together}" if ends else None

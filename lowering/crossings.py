@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from pdsl.lowering.facts import BoundaryTensor
+from pdsl.lowering.facts import BoundaryTensor, LayerFacts
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.tensor_facts import local_dims
 
-__all__ = ["crossing"]
+__all__ = ["crossing", "local_layer"]
 
 
 def crossing(plan: Plan, layer: int) -> tuple[BoundaryTensor, ...]:
@@ -19,3 +19,8 @@ def crossing(plan: Plan, layer: int) -> tuple[BoundaryTensor, ...]:
         return inputs
     split = {s.index: s for s in facts.inputs if s.layer == layer}
     return tuple(evolve(t, dims=local_dims(t.dims, split[i], plan.tensor_axes)) if i in split else t for i, t in enumerate(inputs))
+
+
+def local_layer(plan: Plan, layer: int) -> LayerFacts:
+    """A layer with the inputs that one rank is given."""
+    return evolve(plan.facts.layers[layer], inputs=crossing(plan, layer))

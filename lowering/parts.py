@@ -35,8 +35,8 @@ def digits(axes: Sequence[MeshAxis], coordinate: int) -> dict[str, int]:
 
 
 def parts(axes: Sequence[MeshAxis], chosen: Sequence[str], whole: int) -> int:
-    """Into how many parts the chosen axes split a dim; `whole` where none are named, which means all."""
-    return prod(a.size for a in axes if a.name in chosen) if chosen else whole
+    """Into how many parts the chosen axes split a dim; `whole` where none are named, which means all, or where a role has no axes by name."""
+    return prod(a.size for a in axes if a.name in chosen) if chosen and axes else whole
 
 
 def part(axes: Sequence[MeshAxis], chosen: Sequence[str], coordinate: int, whole: int) -> tuple[int, int]:

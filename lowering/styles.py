@@ -37,8 +37,8 @@ def module_style(layout: ParameterLayout, axes: Sequence[MeshAxis], *, embedding
 
 
 def split_axes(names: tuple[str, ...], axes: Sequence[MeshAxis]) -> tuple[str, ...]:
-    """The axes that a split names; a plan names none where it means all."""
-    return names or tuple(a.name for a in axes)
+    """The axes that a split names; a plan names none where it means all. A role without axes by name counts as one axis."""
+    return names or tuple(a.name for a in axes) or ("tensor",)
 
 
 def is_sequence(layout: ParameterLayout) -> bool:

@@ -45,7 +45,7 @@ class TensorFacts:
 
     `sequence`: the axes along which the stream between the layers is split in its sequence, () for none. `enters` are the inputs of the first block that
     are split there, `exits` the (leaf, dim) of what the last block gives that are gathered behind it. `gathers`: modules that are given a whole sequence where theirs lies split, with the leaves of their arguments, `scatters`:
-    modules whose output is left split along it; `inputs`: tensors that cross into a layer split. `saved` are for each layer the bytes that autograd keeps of some rows on one tensor
+    modules whose output is left split along it, `shares`: modules for whose input nothing is exchanged, since it was for another; `inputs`: tensors that cross into a layer split. `saved` are for each layer the bytes that autograd keeps of some rows on one tensor
     rank, and in the whole model.
     """
 
@@ -56,6 +56,7 @@ class TensorFacts:
     exits: tuple[tuple[int, int], ...] = ()
     gathers: tuple[tuple[str, tuple[int, ...]], ...] = ()
     scatters: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
     inputs: tuple[SplitInput, ...] = ()
     saved: tuple[tuple[int, int], ...] = ()
 

@@ -77,10 +77,12 @@ class _Probed:
     part: PartRun = field(init=False)
     gathers: dict[str, tuple[int, ...]] = field(factory=dict)
     scatters: list[str] = field(factory=list)
+    shares: list[str] = field(factory=list)
     enters: list[SplitInput] = field(factory=list)
     exits: list[tuple[int, int]] = field(factory=list)
     inputs: list[SplitInput] = field(factory=list)
     biases: list[tuple[str, tuple[str, ...]]] = field(factory=list)
+    _exchanged: set[object] = field(factory=set)
     saved_whole: SavedBytes = field(init=False)
 
     @property
@@ -152,6 +154,7 @@ class _Probed:
             exits=tuple(self.exits),
             gathers=tuple(self.gathers.items()),
             scatters=tuple(dict.fromkeys(self.scatters)),
+            shares=tuple(dict.fromkeys(self.shares)),
             inputs=tuple(self.inputs),
             saved=tuple(zip(saved.bytes, self.saved_whole.bytes, strict=True)),
         )
@@ -213,6 +216,9 @@ class _Probed:
                     self.biases += [(f"{path}.bias", stream)] if getattr(module, "bias", None) is not None else []
                 self.gathers |= {path: (0,)} if gathers else {}
                 part.note_module(path, [input], [y], [placement])
+                given = (id(input), style.outputs, style.inputs if style.takes_whole else ())
+                self.shares += [path] if given in self._exchanged else []
+                self._exchanged.add(given)
                 part.sources[id(y)] = name
             return y
 
@@ -321,6 +327,7 @@ class _Probed:
                     leaves[i] = torch.cat([tensor] * self._parts, _STREAM) if split else tensor.clone()
                     if split:
                         self.gathers[path] = (*self.gathers.get(path, ()), i)
+                        self._exchanged.add((id(leaves[i]), self.sequence, ()))
                     run.note_module(
                         f"(input of {path})", [tensor], [leaves[i]], [whole(tensor.dim()) if split or placed is None else placed]
                     )

@@ -10,8 +10,11 @@ import torch
 import pdsl
 from pdsl.grammar.errors import SpecError
 from pdsl.lowering.boxes import box
+from pdsl.lowering.cost import cost
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.rows import step_indices
+from pdsl.runtime.session import Session
+from pdsl.runtime.tensor_collectives import TensorGroup
 from tests.equality import check_against_one_process, compile_text, spec_text, tensor_rules
 from tests.equality import one_process as gpt_in_one_process
 from tests.pool import Pool
@@ -189,6 +192,55 @@ def test_sharded_over_some_of_the_axes(pool: Pool, rules: str) -> None:
 
 def test_shards_of_dims_that_are_smaller_than_the_axis(pool: Pool) -> None:
     check(pool, {"fsdp": 4}, '"**" => fsdp(fsdp)\n', width=6, heads=1, kv_heads=1, bias=True)
+
+
+# --- what is sent ---------------------------------------------------------------------------------------------------------------------
+
+
+def _count_sent(rank: int, world: int, store: Any, plan: str) -> float:
+    """Bytes that a rank sends to its tensor ranks in one step, as rings would: from the sizes that the exchanges are called with."""
+    made, sent = Plan.from_json(plan), 0.0
+    plain = {name: getattr(TensorGroup, name) for name in ("sum", "gather", "scatter")}
+
+    def counting(name: str, weight: float) -> Any:
+        def call(group: TensorGroup, tensor: torch.Tensor, *dim: int) -> torch.Tensor:
+            nonlocal sent
+            whole = tensor.nbytes * (group.size if name == "gather" else 1)
+            sent += weight * whole * (group.size - 1) / group.size
+            return plain[name](group, tensor, *dim)
+
+        return call
+
+    try:
+        for name, weight in (("sum", 2.0), ("gather", 1.0), ("scatter", 1.0)):
+            setattr(TensorGroup, name, counting(name, weight))
+        with Session(made, rank, store) as session:
+            session.step(llama_rows().rows(range(BATCH)))
+    finally:
+        for name, function in plain.items():
+            setattr(TensorGroup, name, function)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules", "pipeline"),
+    [
+        ({"tp": 2}, MATRICES + REST, ""),
+        ({"tp": 2}, VOCABULARY + MATRICES + REST, ""),
+        ({"tp": 2}, SEQUENCE + MATRICES + REST, ""),
+        ({"pp": 2, "tp": 2}, STREAM + VOCABULARY + MATRICES, "pipeline over pp { schedule = one_f_one_b(microbatches = 2) }"),
+        (
+            {"a": 2, "b": 2},
+            '"head.weight" => [a, b]\n"tok.weight" => [a, b]\n"layers.*.mlp.w2.weight" => [b, a]\n"**" => replicate()\n',
+            "",
+        ),
+    ],
+    ids=["pairs", "vocabulary", "sequence", "stream over stages", "two dims"],
+)
+def test_bytes_between_tensor_ranks_are_predicted(pool: Pool, axes: dict[str, int], rules: str, pipeline: str) -> None:
+    plan = pdsl.compile(pdsl.load(text(axes, rules, pipeline=pipeline)))
+    counted = pool.run(_count_sent, plan.world_size, plan.to_json())
+    assert [t.tensor for t in cost(plan).traffic] == counted
 
 
 # --- what the check refuses -----------------------------------------------------------------------------------------------------------

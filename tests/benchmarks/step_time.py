@@ -75,21 +75,22 @@ def planned(job: Job) -> tuple[Job, Plan]:
     import pdsl
 
     plan = pdsl.compile(pdsl.load(job.spec()))
-    return evolve(job, cut=_first_blocks(plan)), plan
+    return evolve(job, cuts=_blocks_before(plan)), plan
 
 
-def _first_blocks(plan: Plan) -> int:
+def _blocks_before(plan: Plan) -> tuple[int, ...]:
+    """How many blocks there are before each stage but the first."""
     from pdsl.lowering.facts import LayerKind
 
     stages = plan.templates[0].stages
-    return sum(layer.kind is LayerKind.BLOCK for layer in plan.facts.layers[: stages[0].stop])
+    return tuple(sum(layer.kind is LayerKind.BLOCK for layer in plan.facts.layers[: s.start]) for s in stages[1:])
 
 
 def run_job(job: Job, steps: int, *, control: bool) -> Measurement:
     """Measure one job. Raises Cancelled if it could not be measured."""
     plan = None
     if control:
-        job = evolve(job, cut=job.model["layers"] // 2)
+        job = evolve(job, cuts=tuple(job.model["layers"] * i // job.stages for i in range(1, job.stages)))
     else:
         job, plan = planned(job)
     data = python_source(context=job.model["context"])
@@ -105,14 +106,14 @@ def run_job(job: Job, steps: int, *, control: bool) -> Measurement:
 
 # --- telling -------------------------------------------------------------------------------------------------------------------------------
 
-HEAD = f"{'case':<14}{'pairs':>6}{'PDSL ms':>10}{'torch ms':>10}{'ratio':>8}  {'quartiles':<14}{'CPU':>6}{'collectives':>13}{'messages':>11}{'MB':>15}  {'loss differs':<12}"
+HEAD = f"{'case':<18}{'pairs':>6}{'PDSL ms':>10}{'torch ms':>10}{'ratio':>8}  {'quartiles':<14}{'CPU':>6}{'collectives':>13}{'messages':>11}{'MB':>15}  {'loss differs':<12}"
 
 
 def row(job: Job, m: Measurement) -> str:
     low, middle, high = m.quartiles
     ours, theirs = m.traffic
     return (
-        f"{job.name:<14}{len(m.ours):>6}{statistics.median(m.ours) * 1e3:>10.1f}{statistics.median(m.theirs) * 1e3:>10.1f}{middle:>8.3f}  "
+        f"{job.name:<18}{len(m.ours):>6}{statistics.median(m.ours) * 1e3:>10.1f}{statistics.median(m.theirs) * 1e3:>10.1f}{middle:>8.3f}  "
         f"{f'{low:.3f} {high:.3f}':<14}{m.work[0] / m.work[1]:>6.3f}{f'{ours.collectives} / {theirs.collectives}':>13}{f'{ours.messages} / {theirs.messages}':>11}"
         f"{f'{ours.bytes / 1e6:.2f} / {theirs.bytes / 1e6:.2f}':>15}  {m.deviation:<12.1e}"
     )
@@ -141,7 +142,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write everything measured")
     options = parser.parse_args()
     jobs = [Job(case, size) for size in options.size or MODELS for case in options.case or CASES]
-    print("\n".join(f"{case:<14}{words}" for case, words in CASES.items()))
+    print("\n".join(f"{case:<18}{words}" for case, words in CASES.items()))
     print(f"\n{HEAD}\n{'-' * len(HEAD)}")
     records, failed = [], False
     begin = time.monotonic()
@@ -150,7 +151,7 @@ def main() -> int:
         try:
             found = run_job(job, steps, control=options.control)
         except Cancelled as error:
-            print(f"{job.name:<14}not measured: {error}", file=sys.stderr)
+            print(f"{job.name:<18}not measured: {error}", file=sys.stderr)
             failed = True
             continue
         print(row(job, found), flush=True)

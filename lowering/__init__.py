@@ -20,6 +20,8 @@ model to facts
 Spec and facts to programs
     layouts, cuts, batches           how parameters lie, where layers are cut, how samples are split
     schedule, schedules              tables of operations; schedule_check, deadlock, simulate, transfers look at them
+    auto, searched                   plans whose schedule is searched for, whole or anew after a loss; search_report is what they keep of it
+    search, search_problem           the search; portfolio, list_schedule, local_search, exact_search, periods find candidates, bounds the end
     plan, planner, ownership         who holds what and who does what
     plan_check                       what is wrong with a plan that came from a file
     units                            what FSDP2 gathers together, and how often

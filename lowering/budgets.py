@@ -190,6 +190,7 @@ def stage_memory_of(
         layouts,
         shard=mesh.shard_size,
         tensor=mesh.tensor_size,
+        axes=mesh.axes,
         rows=rows,
         states=optimizer_states(spec.train.optimizer),
         gathers=spec.pipeline is not None,

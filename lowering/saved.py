@@ -32,7 +32,7 @@ class SavedBytes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._hooks.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(kind, error, traceback)
 
     @property
     def bytes(self) -> tuple[int, ...]:

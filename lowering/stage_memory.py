@@ -15,6 +15,8 @@ from math import prod
 from attrs import frozen
 
 from pdsl.lowering.facts import ModelFacts, ParameterFacts
+from pdsl.lowering.parts import parts, role_axes
+from pdsl.lowering.places import MeshAxis
 from pdsl.lowering.plan import ParameterLayout
 from pdsl.lowering.precision import compute_format, sum_format
 from pdsl.lowering.schedules import SCHEDULES
@@ -52,16 +54,18 @@ class StageMemory:
         states: int,
         gathers: bool = True,
         precision: PrecisionSpec | None = None,
+        axes: Sequence[MeshAxis] = (),
     ) -> StageMemory:
         """For `rows` samples of a microbatch on a rank and an optimizer with `states` numbers for each element. `gathers`: the step holds sharded
-        parameters and their gradients whole, as in pipelines. Without `precision` layers compute in the formats of the model.
+        parameters and their gradients whole, as in pipelines. Without `precision` layers compute in the formats of the model; `axes` are those of
+        the mesh, for layouts that use only some of a role's.
         """
         formats = precision or PrecisionSpec()
         per_layer = [0] * len(facts.layers)
         again = []
         for p, layout in zip(facts.parameters, layouts, strict=True):
             items = (_item(p.dtype), _item(compute_format(formats, facts, p)), _item(sum_format(formats, p)))
-            size = _parameter_bytes(p, layout, shard, tensor, states, gathers, items)
+            size = _parameter_bytes(p, layout, *_cut(p, layout, shard, tensor, axes), states, gathers, items)
             for layer in p.layers:
                 per_layer[layer] += size
             again += [(a, b, size) for a, b in pairwise(p.layers)]
@@ -81,17 +85,22 @@ def _item(dtype: str) -> int:
     return _ITEM.get(dtype, _FP32)
 
 
+def _cut(p: ParameterFacts, layout: ParameterLayout, shard: int, tensor: int, axes: Sequence[MeshAxis]) -> tuple[list[int], int]:
+    """The largest part of a parameter before it is sharded, and among how many ranks it is."""
+    shape = list(p.shape)
+    for dim, names in layout.splits:
+        shape[dim] = -(-shape[dim] // parts(role_axes(axes, "tensor"), names, tensor))
+    return shape, parts(role_axes(axes, "shard"), layout.shard_axes, shard) if layout.sharded else 1
+
+
 def _parameter_bytes(
-    p: ParameterFacts, layout: ParameterLayout, shard: int, tensor: int, states: int, gathers: bool, items: tuple[int, int, int]
+    p: ParameterFacts, layout: ParameterLayout, shape: list[int], shards: int, states: int, gathers: bool, items: tuple[int, int, int]
 ) -> int:
     """`items` are bytes of an element: of the weight, of what layers compute with, of sums of gradients."""
     item, computed, summed = items
-    shape = list(p.shape)
-    if layout.tensor_dim is not None:
-        shape[layout.tensor_dim] = -(-shape[layout.tensor_dim] // tensor)
     whole = prod(shape)
     if layout.sharded:
-        shape[0] = -(-shape[0] // shard)
+        shape = [-(-shape[0] // shards), *shape[1:]]
     own = prod(shape)
     trained = 1 if p.trainable else 0
     gathered = whole * (computed + trained * summed) if layout.sharded and gathers else 0

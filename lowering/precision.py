@@ -15,7 +15,7 @@ from attrs import field, frozen
 
 from pdsl.grammar.patterns import Pattern
 from pdsl.lowering.facts import ModelFacts, ParameterFacts
-from pdsl.lowering.spec import PrecisionSpec, Spec
+from pdsl.lowering.spec import CallValue, PrecisionSpec, Spec
 
 __all__ = ["AS_MADE", "FORMATS", "LOW", "RunAs", "applies", "compute_format", "input_format", "keeps_format", "output_format", "sum_format"]
 
@@ -33,15 +33,18 @@ class RunAs:
     precision: PrecisionSpec = field(factory=PrecisionSpec)
     recompute: Pattern | None = None
     shared: tuple[str, ...] = ()  # entries of the data that have no rows
+    held_out: CallValue | None = None  # data that must have the same entries
 
     @classmethod
     def of(cls, spec: Spec) -> RunAs:
-        return cls(spec.precision, spec.memory.recompute, spec.train.shared if spec.train is not None else ())
+        return cls(
+            spec.precision, spec.memory.recompute, spec.train.shared if spec.train is not None else (), spec.validate and spec.validate.data
+        )
 
     @property
     def key(self) -> str:
         """The same text for the same thing; empty for the default."""
-        return "" if self == AS_MADE else repr((self.precision, self.recompute and self.recompute.alternatives, self.shared))
+        return "" if self == AS_MADE else repr((self.precision, self.recompute and self.recompute.alternatives, self.shared, self.held_out))
 
 
 AS_MADE = RunAs()

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from pdsl.grammar.errors import ModelError
 
-__all__ = ["is_indexed", "is_shared", "is_stream", "marked", "probe_batch", "read_rows", "stack_rows"]
+__all__ = ["difference", "is_indexed", "is_shared", "is_stream", "marked", "probe_batch", "read_rows", "sample_count", "stack_rows"]
 
 
 _MARK = "pdsl_shared"
@@ -43,6 +43,23 @@ def is_indexed(dataset: Any) -> bool:
 def is_stream(dataset: Any) -> bool:
     """Whether a data set only gives its rows one after another."""
     return not is_indexed(dataset) and hasattr(dataset, "__iter__")
+
+
+def sample_count(dataset: Any) -> int | None:
+    """How many samples a data set has; None for one that is iterated."""
+    return len(dataset) if is_indexed(dataset) else None
+
+
+def difference(batch: Mapping[str, Tensor], held_out: Mapping[str, Tensor]) -> str:
+    """In what held-out rows differ from those that are trained on, so that the model could not take them; empty if in nothing."""
+    if batch.keys() != held_out.keys():
+        return f"its rows have {_listed(held_out)}, those that are trained on have {_listed(batch)}"
+    for name, tensor in held_out.items():
+        other = batch[name]
+        if tensor.dim() != other.dim() or tensor.dtype != other.dtype:
+            kinds = [f"{str(t.dtype).removeprefix('torch.')} with {t.dim()} dims" for t in (tensor, other)]
+            return f'"{name}" is {kinds[0]}, and {kinds[1]} in the data that is trained on'
+    return ""
 
 
 def probe_batch(dataset: Any, rows: int = 3, shared: Sequence[str] = ()) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ def read_facts(spec: Spec, findings: list[Diagnostic]) -> ModelFacts:
     Raises ModelError if the model cannot be read.
     """
     from pdsl.lowering.depends import watching
-    from pdsl.lowering.facts_cache import cached_facts, store_facts
+    from pdsl.lowering.facts_cache import cached_facts, check_held_out, store_facts
 
     model = spec.model
     assert model is not None
@@ -135,14 +135,19 @@ def read_facts(spec: Spec, findings: list[Diagnostic]) -> ModelFacts:
     found = cached_facts(model.factory, model.arguments, data=data, directory=spec.directory, run_as=run_as)
     if found is not None:
         return found
-    batch = None
+    batch, samples = None, None
     with watching() as watch:
         if data is not None:
             try:
-                batch = example_batch(spec)
+                batch, samples = _example(spec)
             except ModelError as error:
                 findings.append(Diagnostic("PDL802", f"the data cannot be read: {error}", spec.origin("train.data").span))
-        facts = _probe(spec, batch)
+        if batch is not None and run_as.held_out is not None:
+            try:
+                check_held_out(batch, run_as.held_out, run_as.shared, spec.directory)
+            except ModelError as error:
+                findings.append(Diagnostic("PDL806", str(error), spec.origin("validate.data").span))
+        facts = evolve(_probe(spec, batch), samples=samples)
     if not findings:
         store_facts(facts, model.factory, model.arguments, data=data, directory=spec.directory, read=watch.stamps(), run_as=run_as)
     return facts
@@ -194,16 +199,21 @@ def _probe(spec: Spec, batch: Any) -> ModelFacts:
 
 def example_batch(spec: Spec) -> Any:
     """The first rows of the data of a spec as a batch. Raises ModelError if the data set cannot be made or gives no dicts of tensors."""
+    return _example(spec)[0]
+
+
+def _example(spec: Spec) -> tuple[Any, int | None]:
+    """As `example_batch`, with the number of samples if there is one."""
     from pdsl.lowering.factory import call_factory, describe_error, on_path, plain_arguments, resolve
     from pdsl.lowering.facts_cache import data_reference
-    from pdsl.lowering.probe_rows import probe_batch
+    from pdsl.lowering.probe_rows import probe_batch, sample_count
 
     assert spec.train is not None
     reference = data_reference(spec.train.data)
     with on_path(spec.directory):
         dataset = call_factory(resolve(reference, spec.directory), plain_arguments(spec.train.data.keywords), reference)
         try:
-            return probe_batch(dataset, shared=spec.train.shared)
+            return probe_batch(dataset, shared=spec.train.shared), sample_count(dataset)
         except ModelError:
             raise
         except Exception as error:

@@ -18,6 +18,7 @@ precision  PDL7: number formats
 memory     PDL7: what is computed again, what waits on the host
 forwards   PDL3, PDL8: random numbers, statistics of rows, buffers and shared memory of a forward
 training   PDL8: the objective against the model
+data       PDL8: what a batch takes of the data, and what is held out
 general    PDL9: the check itself, and what is not executed yet
 """
 
@@ -27,6 +28,7 @@ from pdsl.grammar.diagnostics import Diagnostic
 from pdsl.lowering.rules import (
     budget,
     compiled,
+    data,
     forwards,
     general,
     halves,
@@ -66,6 +68,7 @@ _MODULES = (
     memory,
     forwards,
     training,
+    data,
     general,
 )
 

@@ -355,3 +355,19 @@ def test_case_23_tensor_ranks_see_the_same_samples_and_data_ranks_different_ones
     plan = compile_text(spec_text({"dp": 2, "tp": 2}, TENSOR, batch=4))
     seen = [[p for part in rank_rows(plan, rank).values() for p in part] for rank in range(4)]
     assert seen == [[0, 1], [0, 1], [2, 3], [2, 3]]  # places in the batch, whatever the order of samples is
+
+
+def test_pdl805_data_smaller_than_a_batch_is_found_before_the_run() -> None:
+    text = SPEC.format(
+        axes="axis dp = 1",
+        model="tests.batch_models:own_loss",
+        arguments="",
+        blocks="",
+        data='vectors", size = 5',
+        batch=8,
+        steps=3,
+        train="",
+    )
+    assert "PDL805" in {d.code for d in pdsl.check(text)}
+    assert "PDL805" not in {d.code for d in pdsl.check(text.replace("steps = 3", "steps = 3; last = pad"))}
+    assert "PDL805" not in {d.code for d in pdsl.check(text.replace("vectors", "once"))}  # nobody knows how long it is

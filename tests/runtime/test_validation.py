@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from pdsl.grammar.errors import RunError
+import pdsl
+from pdsl.grammar.errors import ModelError, RunError
 from pdsl.lowering.forward_program import forward_rows
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.schedule import Operation
@@ -19,7 +21,7 @@ from pdsl.runtime.session import Session
 from pdsl.runtime.train import train_rank
 from tests import batch_models
 from tests.pool import Pool
-from tests.runtime.test_batch_cases import FULL, LOSSES, SHARDED, compiled, piped
+from tests.runtime.test_batch_cases import FULL, LOSSES, SHARDED, SPEC, compiled, piped
 
 
 def held_out(data: str, more: str = "") -> str:
@@ -125,10 +127,31 @@ def test_a_session_without_held_out_data_says_so(pool: Pool) -> None:
         pool.run(_validated, 1, plan.to_json())
 
 
-def test_held_out_data_without_a_sample_is_an_error(pool: Pool) -> None:
-    plan = compiled("axis dp = 1", "own loss", 'vectors", size = 24', more=held_out('vectors", size = 0'))
-    with pytest.raises(RunError, match="the held-out data has no samples"):
-        pool.run(_validated, 1, plan.to_json())
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ('vectors", size = 0', "the data set is empty"),
+        ('words_rows", size = 9', '"x" is float32 with 3 dims, and float32 with 2 dims in the data that is trained on'),
+        ('mixed_rows", size = 9, by_row = true', "its rows have x, target, mask, those that are trained on have x, target"),
+        ('vectorz", size = 9', "did you mean vectors"),
+    ],
+)
+def test_held_out_data_that_cannot_be_used_is_found_before_the_run(data: str, told: str) -> None:
+    text = SPEC.format(
+        axes="axis dp = 1",
+        model="tests.batch_models:own_loss",
+        arguments="",
+        blocks="",
+        data='vectors", size = 24',
+        batch=8,
+        steps=3,
+        train="",
+    )
+    (found,) = [d for d in pdsl.check(text + held_out(data)) if d.code != "PDL203"]
+    assert (found.code, found.span is not None and found.span.begin.line) == ("PDL806", len(text.splitlines()) + 1)
+    assert told in found.message
+    with pytest.raises(ModelError, match=re.escape(told)):
+        pdsl.compile(pdsl.load(text + held_out(data)))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved_1f1b", "interleaved_zero_bubble"])

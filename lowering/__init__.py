@@ -19,7 +19,9 @@ model to facts
 
 Spec and facts to programs
     layouts, cuts, batches           how parameters lie, where layers are cut, how samples are split
-    schedule, schedules              tables of operations; schedule_check, deadlock, simulate, transfers look at them
+    schedule, schedules              tables of operations, and what is known of each named one
+    loop_schedules, v_schedules      their rows; v_patterns, schedule_rows: of those that hold little, and from a file
+    simulate, transfers, makespan    when what happens, what is sent in which order; schedule_check, deadlock look for mistakes
     auto, searched                   plans whose schedule is searched for, whole or anew after a loss; search_report is what they keep of it
     search, search_problem           the search; portfolio, list_schedule, local_search, exact_search, periods find candidates, bounds the end
     plan, planner, ownership         who holds what and who does what

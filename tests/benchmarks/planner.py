@@ -15,9 +15,11 @@ from collections.abc import Callable
 from attrs import evolve
 
 from pdsl.lowering import instantiate as planner
+from pdsl.lowering import makespan
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.plan import Budget
 from pdsl.lowering.promise import Outline
+from pdsl.lowering.schedules import SCHEDULES
 from pdsl.lowering.templates import cuts_for_sizes, forward_flops
 from tests.plans import facts
 
@@ -80,6 +82,35 @@ def pipelines(runs: int) -> None:
         print(f"  {label:<43} {median:8.1f} ms {worst:6.1f} ms   {step / even:.3f}")
 
 
+def other_schedules(runs: int) -> None:
+    print("cuts and pipelines under other schedules         cuts   pipelines   step / work spread evenly")
+    for name, family in SCHEDULES.items():
+        if name in ("one_f_one_b", "gpipe"):
+            continue
+        virtual = 2 if family.virtual else 1
+        for nodes, least, sizes, microbatches in ((64, 4, 8, 512), (128, 8, 8, 512)):
+            chain = model(130, "uneven")
+
+            def cut(chain=chain, least=least, sizes=sizes, name=name, virtual=virtual):
+                return cuts_for_sizes(chain, range(least, least + sizes), schedule=name, virtual=virtual)
+
+            def forget() -> None:
+                planner._times.cache_clear()
+                makespan._order.cache_clear()
+                makespan._simulated.cache_clear()
+
+            budget = Budget(1, least, cut(), name, virtual)
+
+            def call(budget=budget, chain=chain, nodes=nodes, microbatches=microbatches):
+                return planner.instantiate(budget, chain, nodes, microbatches)
+
+            cuts, _ = timed(cut, runs, forget)
+            median, _ = timed(call, runs, forget)
+            step = planner.step_time_of(budget, chain, call())
+            even = 3 * sum(layer.flops for layer in chain.layers) * microbatches / nodes
+            print(f"  {name:<24} {nodes:>4} nodes {cuts:10.1f} ms {median:8.1f} ms   {step / even:.3f}")
+
+
 def proofs(runs: int) -> None:
     print("proof in numbers, with all remedies            median    worst")
     for outline in (Outline(128, 8, 8, 1, 512), Outline(128, 8, 5, 3, 512), Outline(1024, 8, 2, 4, 8192)):
@@ -93,6 +124,7 @@ def main() -> None:
     runs = parser.parse_args().runs
     templates(runs)
     pipelines(runs)
+    other_schedules(runs)
     proofs(runs)
 
 

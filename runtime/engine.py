@@ -96,6 +96,7 @@ class Engine:
             made.executor.before_forward = made._begin_forward
         if plan.facts.random:
             made.draws = _draws(plan, program.rank, groups.device)
+            part.recompute.within = made.draws.active
             part.runner.before_segment = lambda segment, owned: made.draws.begin_segment(segment, owned=owned) if made.draws else None
         return made
 

@@ -27,7 +27,7 @@ from pdsl.runtime.local import local_tensor
 from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory
 from pdsl.runtime.own_inputs import copy_written_inputs
 from pdsl.runtime.precision import Formats
-from pdsl.runtime.recompute import recompute_modules
+from pdsl.runtime.recompute import Recompute
 from pdsl.runtime.shard import shard_layers
 from pdsl.runtime.stage import StageRunner
 from pdsl.runtime.statistics import Statistics
@@ -73,7 +73,8 @@ class Part:
             self.runner.register_forward_hook(lambda _, args, given: Formats.output(plan, given) if args[0] == last else given)
         compile_layers(plan, model, tuple(sorted(mine)))
         again = [n for n in plan.facts.recomputed if n.startswith(tuple(f"{m}." for m in modules)) or n in modules]
-        recompute_modules(model, again, random=plan.facts.random)
+        self.recompute = Recompute(random=plan.facts.random)
+        self.recompute.apply(model, again)
         self._check_boxes(plan, rank)
         self.optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer)
 

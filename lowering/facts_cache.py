@@ -15,7 +15,7 @@ import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from attrs import evolve
 
@@ -27,9 +27,6 @@ from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.precision import AS_MADE, RunAs
 from pdsl.lowering.serial import dump, load
 from pdsl.lowering.spec import CallValue, Value
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["cached_facts", "check_held_out", "data_reference", "facts_key", "read_facts", "source_files", "store_facts"]
 
@@ -80,7 +77,7 @@ def read_facts(
     return facts
 
 
-def check_held_out(batch: Mapping[str, Tensor], data: CallValue, shared: Sequence[str], directory: str) -> None:
+def check_held_out(batch: Mapping[str, Any], data: CallValue, shared: Sequence[str], directory: str) -> None:
     """Raises ModelError if held-out data cannot be read, or has other rows than `batch`, the first of those that are trained on."""
     from pdsl.lowering.probe_rows import difference, probe_batch
 

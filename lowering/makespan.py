@@ -149,6 +149,7 @@ class StepTimes:
         self._walked = schedule == "one_f_one_b" and len(self._costs) == positions > 1
         self._most = max(2 * positions, (_MOST_WALKED if self._walked else _MOST_SIMULATED) // (2 * len(self._costs)))
         self._closed = len(self._costs) == 1 or schedule == "gpipe"
+        self._grouped = family.virtual and not family.holds_all
         slow = sorted(range(len(self._costs)), key=lambda k: (-self._costs[k], -k))[:3]
         self._slow = tuple((self._costs[k], len(self._costs) - k, sum(self._costs[:k])) for k in slow)
 
@@ -165,6 +166,15 @@ class StepTimes:
             count *= 2
         return min(count, self._most), 3 * self._busiest
 
+    @cached_property
+    def _saturated(self) -> bool:
+        """Whether the slowest position sets the pace: it did from 2p to 3p microbatches, and every further one is the same to it.
+
+        Where microbatches go in groups the order changes with the count, so nothing follows.
+        """
+        p = self._positions
+        return not self._grouped and self._at(3 * p) - self._at(2 * p) == 3 * p * self._busiest
+
     def _at(self, count: int) -> int:
         if count not in self._known:
             self._known[count] = makespan(self._schedule, self._positions, self._costs, count)
@@ -172,7 +182,12 @@ class StepTimes:
 
     def time(self, count: int) -> int:
         """The step time for a count of microbatches, at least 1."""
-        if count <= 2 * self._positions or (not self._walked and not self._closed and count <= self._most) or count <= self._line[0]:
+        if count <= 2 * self._positions:
+            return self._at(count)
+        simulated = not self._walked and not self._closed
+        if simulated and count > 3 * self._positions and self._saturated:
+            return self._at(3 * self._positions) + 3 * (count - 3 * self._positions) * self._busiest
+        if (simulated and count <= self._most) or count <= self._line[0]:
             return self._at(count)
         steady, slope = self._line
         return self._at(steady) + (count - steady) * slope

@@ -34,7 +34,7 @@ def v_half(positions: int, microbatches: int) -> Schedule:
 
 
 def v_min(positions: int, microbatches: int) -> Schedule:
-    """A third of the memory of 1F1B, 2 (p + 4) / 3 activations of the 2p stages on each position, for about two thirds of its bubble.
+    """A third of the memory of 1F1B, 2 * ((p + 4) // 3) activations of the 2p stages on each position, for about two thirds of its bubble.
 
     Forwards and input halves follow each other without a gap, so it suffers where their times differ.
     """

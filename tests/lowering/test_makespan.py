@@ -76,3 +76,17 @@ def test_a_huge_batch_needs_no_walk_of_its_own():
 @pytest.mark.parametrize(("schedule", "expected"), [("gpipe", 3 * (10 + 3 * 4)), ("one_f_one_b", 3 * (10 + 3 * 4))])
 def test_a_step_of_a_slow_last_stage_fills_once_and_then_follows_it(schedule, expected):
     assert makespan(schedule, 3, [3, 3, 4], 4) == expected
+
+
+@pytest.mark.parametrize("schedule", [name for name, family in SCHEDULES.items() if name not in ("gpipe", "one_f_one_b")])
+def test_the_pace_of_the_slowest_position_is_kept_once_it_is_reached(schedule):
+    draw = random.Random(8)
+    reached = 0
+    for _ in range(12):
+        positions = draw.randint(2, 4)
+        forward = [draw.randint(6, 12) for _ in range(positions * SCHEDULES[schedule].per_position(2))]
+        times = StepTimes(schedule, positions, forward)
+        for count in (3 * positions + 1, 4 * positions, 6 * positions + 1):
+            assert times.time(count) == simulated(schedule, positions, forward, count), (forward, count)
+        reached += times._saturated
+    assert (reached > 0) is (schedule not in ("interleaved_1f1b", "interleaved_zero_bubble"))

@@ -115,6 +115,37 @@ def test_reversing_time_keeps_the_optimum():
         assert optimum(one) == optimum(other)
 
 
+def test_room_never_costs_time_and_latency_and_work_never_save_it():
+    draw = random.Random(6)
+    for _ in range(20):
+        p, m = draw.randint(2, 3), draw.randint(2, 4)
+        times = [tuple(draw.randint(1, 4) for _ in range(p)) for _ in range(3)]
+        hop, cap, place = draw.randint(0, 2), draw.randint(1, 3), tuple(range(p))
+        here = optimum(Pipeline(*times, place, m, hop, (cap,) * p))
+        assert optimum(Pipeline(*times, place, m, hop, (cap + 1,) * p)) <= here
+        assert optimum(Pipeline(*times, place, m, hop + 1, (cap,) * p)) >= here
+        kind, stage = draw.randrange(3), draw.randrange(p)
+        slower = [tuple(t + (k == kind and s == stage) for s, t in enumerate(row)) for k, row in enumerate(times)]
+        assert optimum(Pipeline(*slower, place, m, hop, (cap,) * p)) >= here
+        double = [tuple(2 * t for t in row) for row in times]
+        assert optimum(Pipeline(*double, place, m, 2 * hop, (cap,) * p)) == 2 * here
+
+
+def test_no_named_schedule_beats_the_optimum():
+    draw = random.Random(9)
+    for _ in range(15):
+        p, m = draw.randint(2, 3), draw.randint(2, 5)
+        times = [tuple(draw.randint(1, 4) for _ in range(p)) for _ in range(3)]
+        hop, costs = draw.randint(0, 2), StageCosts(*times)
+        split = optimum(Pipeline(*times, tuple(range(p)), m, hop))
+        whole = optimum(Pipeline(times[0], tuple(map(sum, zip(*times[1:], strict=True))), None, tuple(range(p)), m, hop))
+        assert split <= whole
+        for name in ("gpipe", "one_f_one_b", "eager_1f1b"):
+            assert simulate(SCHEDULES[name].build(p, m, 1), costs, hop=hop).makespan >= whole
+        for name in ("zero_bubble", "zero_bubble_2"):
+            assert simulate(SCHEDULES[name].build(p, m, 1), costs, hop=hop).makespan >= split
+
+
 # --- backwards in halves ----------------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from tests.tensor_models import llama, llama_rows
 SEED, BATCH = 11, 8
 
 
-def text(axes: dict[str, int], rules: str, *, pipeline: str = "", length: int = 8, **model: Any) -> str:
+def text(axes: dict[str, int], rules: str, *, pipeline: str = "", length: int = 8, clip: float | None = None, **model: Any) -> str:
     mesh = "\n".join(f"axis {name} = {size}" for name, size in axes.items())
     arguments = "; ".join(f"{k} = {_word(v)}" for k, v in model.items())
     return f"""pdsl 1
@@ -42,6 +42,7 @@ train {{
   steps = 10
   optimizer = adamw(lr = 1e-3, eps = 1e-4)
   seed = {SEED}
+  {f"clip = {clip}" if clip is not None else ""}
 }}
 """
 
@@ -62,7 +63,7 @@ SEQUENCE = '"layers.*.norm*.*" => sequence(tp)\n'
 STREAM = SEQUENCE + '"norm.weight" => sequence(tp)\n'
 
 
-def one_process(length: int = 8, **model: Any) -> dict[str, Any]:
+def one_process(length: int = 8, clip: float | None = None, **model: Any) -> dict[str, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         net = llama(**model)
@@ -76,15 +77,20 @@ def one_process(length: int = 8, **model: Any) -> dict[str, Any]:
         loss.backward()
         found["gradients"].append({n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None})
         found["norms"].append(float(torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])))
+        if clip is not None:
+            assert found["norms"][-1] > clip
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         found["losses"].append(loss.item())
     found["weights"] = {n: p.detach().clone() for n, p in net.named_parameters()}
     return found
 
 
-def check(pool: Pool, axes: dict[str, int], rules: str, *, pipeline: str = "", length: int = 8, **model: Any) -> Plan:
-    plan = pdsl.compile(pdsl.load(text(axes, rules, pipeline=pipeline, length=length, **model)))
-    check_against_one_process(pool, plan, one_process(length, **model))
+def check(
+    pool: Pool, axes: dict[str, int], rules: str, *, pipeline: str = "", length: int = 8, clip: float | None = None, **model: Any
+) -> Plan:
+    plan = pdsl.compile(pdsl.load(text(axes, rules, pipeline=pipeline, length=length, clip=clip, **model)))
+    check_against_one_process(pool, plan, one_process(length, clip, **model))
     return plan
 
 
@@ -192,6 +198,43 @@ def test_sharded_over_some_of_the_axes(pool: Pool, rules: str) -> None:
 
 def test_shards_of_dims_that_are_smaller_than_the_axis(pool: Pool) -> None:
     check(pool, {"fsdp": 4}, '"**" => fsdp(fsdp)\n', width=6, heads=1, kv_heads=1, bias=True)
+
+
+# --- cases ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_case_58_one_norm_over_split_and_whole_and_sharded_parameters(pool: Pool) -> None:
+    """Tensor parallel on the first layer only, the second sharded, the rest whole; clipped, so that a wrong norm shows in the weights too."""
+    rules = MATRICES.replace("layers.*", "layers.0") + '"layers.1.**" => fsdp(fsdp)\n' + REST
+    check(pool, {"fsdp": 2, "tp": 2}, rules, clip=0.5)
+
+
+def _first_weights(rank: int, world: int, store: Any, plan: str) -> dict[str, torch.Tensor]:
+    with Session(Plan.from_json(plan), rank, store) as session:
+        found = {name: weight.clone() for name, weight in session.weights.items()}
+        session.step(llama_rows().rows(range(BATCH)))  # no rank leaves before all have come
+        return found
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules"),
+    [
+        ({"dp": 1}, REST),
+        ({"fsdp": 2, "tp": 2}, VOCABULARY + MATRICES + '"**" => fsdp(fsdp)\n'),
+        ({"a": 2, "b": 2}, '"head.weight" => [b, a]\n' + REST),
+    ],
+    ids=["one rank", "fsdp x tp", "two dims"],
+)
+def test_case_76_first_weights_do_not_depend_on_the_mesh(pool: Pool, axes: dict[str, int], rules: str) -> None:
+    plan = pdsl.compile(pdsl.load(text(axes, rules, bias=True)))
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        expected = dict(llama(bias=True).named_parameters())
+    for rank, weights in enumerate(pool.run(_first_weights, plan.world_size, plan.to_json())):
+        at = plan.coordinate(rank)
+        for p in plan.facts.parameters:
+            here = tuple(slice(a, b) for a, b in box(plan, p, at.shard, at.tensor))
+            assert torch.equal(weights[p.name], expected[p.name][here]), p.name
 
 
 # --- what is sent ---------------------------------------------------------------------------------------------------------------------

@@ -198,13 +198,15 @@ class BatchNotDivisible(Rule):
             counts = _accepted(context, divisors(samples))
             told = listed(counts if len(counts) <= 12 else (*counts[:11], "..."), "or")
             batches = f"batch = {_near(train.batch, parts * m)}"
-            read = context.spec.pipeline is not None and context.spec.pipeline.rows is not None
+            rows = context.spec.pipeline.rows if context.spec.pipeline is not None else None
+            told_m = plural(m, "microbatch").replace("hs", "hes")
+            where = context.label("pipeline.schedule", f"{told_m} in {rows.path}") if rows is not None else context.label(_COUNT, told_m)
             yield self.report(
                 f"{each} {tail}: {samples} % {m} = {samples % m}",
                 context.place("train.batch", "train"),
                 f"{train.batch}{context.by('train.batch')}",
-                labels=(*context.label(_COUNT, plural(m, "microbatch").replace("hs", "hes")), *self._axes(context)),
-                help=(batches if read else f"microbatches = {told}; or {batches}",),
+                labels=(*where, *self._axes(context)),
+                help=(batches if rows is not None else f"microbatches = {told}; or {batches}",),
             )
 
     def _uneven(self, context: Context, batch: int, parts: int, over: str, m: int) -> Diagnostic:

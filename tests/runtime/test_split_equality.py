@@ -14,6 +14,7 @@ from pdsl.lowering.schedule import Op
 from pdsl.runtime.executor import Executor
 from tests.equality import FSDP, TENSOR, WHOLE, check_against_one_process, compile_text, one_process, spec_text, tensor_rules
 from tests.pool import Pool
+from tests.runtime.test_precision import BF16, low_process
 
 BATCH = 32
 
@@ -59,6 +60,13 @@ def test_a_tied_embedding_equals_one_process(pool: Pool, schedule: str, axes: di
     plan = compile_text(spec_text(axes, shard, schedule=schedule_text(schedule), batch=BATCH, model="tie = true"))
     assert (plan.stages_of(0)[-1] == len(plan.templates[0].stages) - 1) == (schedule == "zbv")
     check_against_one_process(pool, plan, reference(tie=True))
+
+
+@pytest.mark.parametrize(("schedule", "name"), [("zbv", "fsdp 2"), ("zero_bubble", "dp 2")])
+def test_halves_in_low_precision_add_up_in_the_format_of_the_sums(pool: Pool, schedule: str, name: str) -> None:
+    axes, shard = PLANS[name]
+    plan = compile_text(spec_text(axes, shard, schedule=schedule_text(schedule), batch=BATCH) + BF16)
+    check_against_one_process(pool, plan, low_process(plan.rows_per_rank))
 
 
 def test_messages_between_the_ranks_of_a_v_have_tags_of_their_own() -> None:

@@ -193,11 +193,12 @@ def _memory(plan: Plan, rank: int) -> RankMemory:
             gradients += size * _item(p.dtype)
             elements += size
     activations, boundary = _peaks(plan, plan.template(at.pipeline), at.position)
+    waits = plan.offload == "params"  # weights and final gradients then lie on the host, like the optimizer's state
     return RankMemory(
         rank=rank,
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=_optimizer_states(plan) * elements * _FP32,
+        parameters=0 if waits else parameters,
+        gradients=0 if waits else gradients,
+        optimizer=_optimizer_states(plan) * elements * _FP32 if plan.offload == "none" else 0,
         activations=activations,
         transient=_transient(plan, rank, owned),
         boundary=boundary,
@@ -284,7 +285,8 @@ def _transient(plan: Plan, rank: int, owned: tuple[ParameterFacts, ...]) -> int:
     Whole gradients add up in place over the microbatches, or are one unit's, and the root's, where each is reduced as it comes.
     """
     at = plan.coordinate(rank)
-    lower = [p for p in owned if not plan.layout(p.name).sharded and compute_format(plan.precision, plan.facts, p) != p.dtype]
+    waits = plan.offload == "params"
+    lower = [p for p in owned if not plan.layout(p.name).sharded and (waits or compute_format(plan.precision, plan.facts, p) != p.dtype)]
     copies = sum(_box_numel(plan, p, at.shard, at.tensor) * _computed(plan, p) for p in lower)
     if plan.shard_size == 1:
         return copies

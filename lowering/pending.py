@@ -34,8 +34,6 @@ def pending(spec: Spec) -> Iterator[tuple[str, str]]:
         yield "freeze", "freezing"
     if spec.checkpoint is not None and (spec.fault_budget is None or spec.fault_budget.lose == 0):
         yield "checkpoint", "saving checkpoints"
-    if spec.memory.offload != "none":
-        yield "memory.offload", f"offloading {spec.memory.offload}"
     roles = axis_roles(spec)
     for axis in spec.mesh.axes:
         if isinstance(axis.size, SizeRange) and roles.get(axis.name) in (SHARD, TENSOR):

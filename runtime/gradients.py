@@ -66,7 +66,7 @@ class Reducer:
         """The boxes one after the other, then one number for each: on how many ranks it got a gradient."""
         parts = [local_tensor(self._parameters[n].data) for n in bucket.parameters]
         dtype = self._formats.sums.get(bucket.parameters[0], parts[0].dtype)
-        return torch.zeros(sum(t.numel() for t in parts) + len(parts), dtype=dtype, device=parts[0].device)
+        return torch.zeros(sum(t.numel() for t in parts) + len(parts), dtype=dtype, device=self._groups.device)
 
     def begin_step(self) -> None:
         self._works.clear()
@@ -143,14 +143,14 @@ class Reducer:
             for name in bucket.parameters:
                 local = local_tensor(self._parameters[name].data)
                 if name in arrived:
-                    found[name] = self._flat[index][offset : offset + local.numel()].view(local.shape).to(local.dtype)
+                    found[name] = self._flat[index][offset : offset + local.numel()].view(local.shape).to(local)
                 offset += local.numel()
         for name in self._parameters:
             if name in self._bucket_of:
                 continue
             grad = self._own(name)
             if grad is not None:
-                found[name] = grad.to(self._parameters[name].dtype)
+                found[name] = grad.to(local_tensor(self._parameters[name].data))
         return found
 
     def _own(self, name: str) -> torch.Tensor | None:

@@ -78,13 +78,19 @@ def _made(factory: object, held: list[nn.Parameter]) -> torch.optim.Optimizer:
 class LocalOptimizer:
     """One rank's optimizer over the boxes it owns. A rank that owns nothing trainable has an empty one."""
 
-    def __init__(self, call: CallValue, parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory | None = None) -> None:
-        """`factory`, if given, makes the optimizer from the local parameters in place of what `call` names.
+    def __init__(
+        self, call: CallValue, parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory | None = None, *, host: bool = False
+    ) -> None:
+        """With `host` the optimizer works in the memory of the host, on copies of the weights that are brought back after each step: neither its
+        state nor its arithmetic needs the device. `factory`, if given, makes the optimizer from the local parameters in place of what `call` names.
 
         Raises RunError if it is no function, or if what it makes holds other parameters: an optimizer that was built before sharding
         would step on weights that the model no longer uses, without a word.
         """
-        self._locals = {n: nn.Parameter(local_tensor(p.data), requires_grad=True) for n, p in parameters.items()}
+        self._here = {n: local_tensor(p.data) for n, p in parameters.items()}
+        self._host = host
+        where = {n: t.to("cpu", copy=True) if host else t for n, t in self._here.items()}
+        self._locals = {n: nn.Parameter(t, requires_grad=True) for n, t in where.items()}
         held = [p for p in self._locals.values() if p.numel()]
         self._optimizer = (_made(factory, held) if factory is not None else make_optimizer(call, held)) if held else None
         self._rates = [g["lr"] for g in self._optimizer.param_groups] if self._optimizer is not None else []
@@ -94,13 +100,23 @@ class LocalOptimizer:
         if self._optimizer is None:
             return
         for name, parameter in self._locals.items():
-            parameter.grad = gradients.get(name)
+            grad = gradients.get(name)
+            parameter.grad = None if grad is None else grad.to(parameter.device)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         step: Callable[[], object] = self._optimizer.step
         step()
         for parameter in self._locals.values():
             parameter.grad = None
+        if self._host:
+            for name, parameter in self._locals.items():
+                self._here[name].copy_(parameter.data)
+
+    def take_weights(self) -> None:
+        """The weights have changed where they are: let the optimizer go on from there."""
+        if self._host:
+            for name, parameter in self._locals.items():
+                parameter.data.copy_(self._here[name])
 
     def state(self) -> dict[str, torch.Tensor]:
         """What the optimizer keeps, as `KEY/NAME`; it shares storage. A parameter that never got a gradient has none.
@@ -133,4 +149,4 @@ class LocalOptimizer:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """The local boxes by name; they share the storage of the model's parameters."""
-        return {n: p.data for n, p in self._locals.items()}
+        return dict(self._here)

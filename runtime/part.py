@@ -26,9 +26,9 @@ from pdsl.runtime.compiled import compile_layers
 from pdsl.runtime.local import local_tensor
 from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory
 from pdsl.runtime.own_inputs import copy_written_inputs
-from pdsl.runtime.precision import Formats
+from pdsl.runtime.precision import Formats, on_host
 from pdsl.runtime.recompute import Recompute
-from pdsl.runtime.shard import shard_layers
+from pdsl.runtime.shard import Units, shard_layers
 from pdsl.runtime.stage import StageRunner
 from pdsl.runtime.statistics import Statistics
 from pdsl.runtime.tensor_parallel import apply_tensor_parallel, live_names
@@ -58,6 +58,8 @@ class Part:
         named = dict(model.named_parameters(remove_duplicate=False))
         owned = owned_parameters(plan, rank)
         self.tensors = {p.name: named[names[p.name]] for p in owned}
+        if plan.offload == "params":
+            self.tensors = {p.name: self.tensors[p.name] if _sharded(plan, p, self.units) else on_host(self.tensors[p.name]) for p in owned}
         self.parameters = {p.name: self.tensors[p.name] for p in owned if p.trainable}
         self.boxes = _boxes(plan, rank, owned)
         self.statistics = Statistics.of(plan, rank, model, mesh)
@@ -66,7 +68,7 @@ class Part:
         mine = {i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)}
         self._updated = tuple(b.name for b in plan.facts.updated if mine.intersection(b.layers))
         modules = {m for i in mine for m in plan.facts.layers[i].modules}
-        sharded = {p.name for p in owned if self.units is not None and plan.layout(p.name).sharded}
+        sharded = {p.name for p in owned if _sharded(plan, p, self.units)}
         self.formats = Formats(plan, model, self.tensors, sharded, modules)
         last = len(stages) - 1
         if applies(plan.precision, plan.facts):
@@ -76,7 +78,7 @@ class Part:
         self.recompute = Recompute(random=plan.facts.random)
         self.recompute.apply(model, again)
         self._check_boxes(plan, rank)
-        self.optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer)
+        self.optimizer = LocalOptimizer(plan.job.optimizer, self.parameters, optimizer, host=plan.offload == "optimizer")
 
     def _check_boxes(self, plan: Plan, rank: int) -> None:
         for name, bounds in self.boxes.items():
@@ -113,6 +115,7 @@ class Part:
             local_tensor(parameter.data).copy_(state[f"{WEIGHT}/{name}"])
         for name in self._updated:
             self.model.get_buffer(name).copy_(state[f"{BUFFER}/{name}"])
+        self.optimizer.take_weights()
         self.optimizer.load({key: value for key, value in state.items() if not key.startswith((f"{WEIGHT}/", f"{BUFFER}/"))})
 
     def settle(self) -> None:
@@ -139,6 +142,10 @@ class Part:
         """Forget what was computed of a step."""
         self.statistics.forget()
         self.formats.drop_gradients()
+
+
+def _sharded(plan: Plan, p: ParameterFacts, units: Units | None) -> bool:
+    return units is not None and plan.layout(p.name).sharded
 
 
 def _boxes(plan: Plan, rank: int, owned: Collection[ParameterFacts]) -> dict[str, Box]:

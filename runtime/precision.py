@@ -2,7 +2,7 @@
 
 A weight in fp32 of which layers need bf16 is held twice: the weight itself, which is updated, moved and saved, and a copy in the lower format that stands
 in the modules and is written anew in each step. The gradients of a copy come in its own format and are added up in that of the sums.
-What FSDP2 shards it casts itself, as it gathers; there the weight alone is held.
+What FSDP2 shards it casts itself, as it gathers; there the weight alone is held. With `offload = params` the weights wait on the host, and all copies are of their kind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdsl.lowering.precision import applies, compute_format, output_format, sum_
 from pdsl.lowering.probe_numerics import cast_edges, dtype_of, layer_modules, to_output
 from pdsl.runtime.local import final_gradient, local_tensor
 
-__all__ = ["Formats", "unit_policy"]
+__all__ = ["Formats", "on_host", "unit_policy"]
 
 
 class Formats:
@@ -37,7 +37,8 @@ class Formats:
         self.sums: dict[str, torch.dtype] = {}
         self._totals: dict[str, torch.Tensor] = {}  # sums of gradients that autograd gives in another format
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # a weight and its copy, as they lie here
-        if not applies(plan.precision, plan.facts):
+        casts, moves = applies(plan.precision, plan.facts), plan.offload == "params"
+        if not casts and not moves:
             return
         for p in plan.facts.parameters:
             self._place(plan, model, p, tensors.get(p.name), kept=p.name in sharded)
@@ -59,7 +60,8 @@ class Formats:
                 holder[leaf] = _like(held, torch.empty_like(held, dtype=dtype, device="meta")) if held.dtype != dtype else held
                 continue
             if copy is None:
-                copy = weight if weight.dtype == dtype else _like(weight, weight.detach().to(dtype))
+                same = weight.dtype == dtype and weight.device == held.device
+                copy = weight if same else _like(weight, weight.detach().to(held.device, dtype, copy=True))
                 self._sum_in(p.name, copy, total)
             holder[leaf] = copy
         if copy is not None and copy is not weight and weight is not None:
@@ -106,6 +108,11 @@ class Formats:
     def output(plan: Plan, given: Any) -> Any:
         """What a model gave, in the format of the output."""
         return to_output(given, output_format(plan.precision)) if applies(plan.precision, plan.facts) else given
+
+
+def on_host(parameter: nn.Parameter) -> nn.Parameter:
+    """The same parameter in the memory of the host."""
+    return _like(parameter, parameter.detach().to("cpu", copy=True))
 
 
 def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:

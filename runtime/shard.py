@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
 from pdsl.lowering.facts import ParameterFacts
@@ -107,6 +107,8 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
     sharded = facts.keys()
     in_root = dict(facts)
     waits = plan.sharding.every
+    # not pinned: what is copied to pinned memory arrives later, and sums across islands begin at once
+    offload = CPUOffloadPolicy(pin_memory=False) if plan.offload == "params" else OffloadPolicy()
     ignored = {p for p in named.values() if p not in sharded}
     placements = _placements(plan, facts, mesh)
     by_stage: dict[int, list[FSDPModule]] = {s: [] for s in plan.stages_of(rank)}
@@ -122,13 +124,20 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
             mesh=mesh["shard"],
             reshard_after_forward=plan.reshard,
             mp_policy=policy,
+            offload_policy=offload,
             ignored_params=ignored,
             shard_placement_fn=placements,
         )
         by_stage[stage].append(unit if isinstance(unit, FSDPModule) else unit[0])
     policy, converts = unit_policy(plan, in_root.values())
     fully_shard(
-        root, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=policy, ignored_params=ignored, shard_placement_fn=placements
+        root,
+        mesh=mesh["shard"],
+        reshard_after_forward=False,
+        mp_policy=policy,
+        offload_policy=offload,
+        ignored_params=ignored,
+        shard_placement_fn=placements,
     )
     assert isinstance(root, FSDPModule)
     units = [u for stage in by_stage.values() for u in stage]

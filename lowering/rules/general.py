@@ -71,10 +71,10 @@ class NotExecutedYet(Rule):
         A run would do without it. `pdsl run` says so too.
 
     Example (bad)
-        memory { offload = optimizer }
+        freeze { prefix = at(step = 2000) }
 
     Better
-        memory { offload = none }
+        train { steps = 2000 }
 
     Fix
         None is needed if the run may do without.

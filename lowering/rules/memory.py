@@ -1,4 +1,4 @@
-"""Rules on what is traded for memory: PDL705 to PDL707."""
+"""Rules on what is traded for memory: PDL705 to PDL707, PDL709."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.rules.base import Context, Rule, quoted
 from pdsl.lowering.values import near
 
-__all__ = ["NothingToRecompute", "OffloadNeedsAccelerator", "Unrepeatable"]
+__all__ = ["NothingToRecompute", "OffloadNeedsAccelerator", "OffloadWithBudget", "Unrepeatable"]
 
 _RECOMPUTE = "memory.recompute"
 
@@ -127,6 +127,42 @@ class OffloadNeedsAccelerator(Rule):
             f"{spec.memory.offload}{context.by('memory.offload')}",
             labels=context.label("cluster.device", spec.cluster.device),
             help=("device = cuda in cluster says that there is an accelerator" if auto else "delete it, or say device = cuda in cluster",),
+        )
+
+
+class OffloadWithBudget(Rule):
+    """What it does
+        Refuses `offload` together with a fault budget.
+
+    Why it is bad
+        After a loss, layers and their optimizer's state move from device to device. What waits on the host would have to be brought to the device first, which is where
+        there is no room for it.
+
+    Example (bad)
+        memory { offload = optimizer }
+        fault_budget { lose = 1 }
+
+    Better
+        fault_budget { lose = 1 }
+
+    Fix
+        Delete one of the two; more shards, or `recompute`, save memory too.
+    """
+
+    code = "PDL709"
+    name = "offload-with-budget"
+    needs = frozenset({"fault_budget", "memory"})
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        spec = context.spec
+        if spec.memory.offload == "none" or spec.fault_budget is None:
+            return
+        yield self.report(
+            f"what waits on the host ({spec.memory.offload}) cannot move from node to node, as it must after a loss",
+            context.place("memory.offload", "memory"),
+            f"{spec.memory.offload}{context.by('memory.offload')}",
+            labels=context.label("fault_budget.lose", f"lose = {spec.fault_budget.lose}"),
+            help=("delete offload, or fault_budget; more shards, or recompute, save memory too",),
         )
 
 

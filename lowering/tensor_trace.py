@@ -157,6 +157,8 @@ class PartRun(WholeRun):
 
     def _placed(self, event: Event, twin: Event) -> list[Placement]:
         given = [self._given(mine, theirs) for mine, theirs in zip(event.inputs, twin.inputs, strict=True)]
+        if event.random:
+            self._check_draw(event, given)
         mine, theirs = _plain(event.leaves), _plain(twin.leaves)
         same = [t.shape for t in event.outputs] == [t.shape for t in twin.outputs]
         if same and mine == theirs and not any(axes_of(p) for p in given):
@@ -179,6 +181,15 @@ class PartRun(WholeRun):
         if known is None and mine.shape == twin.shape and not mine.requires_grad:
             return whole(mine.dim())  # a constant that the model keeps
         raise self.problem("differs", "the model computes with a tensor here of which is not known where it came from", [mine])
+
+    def _check_draw(self, event: Event, given: Sequence[Placement]) -> None:
+        """A rank takes its part of the numbers that one process draws by its coordinate on all axes together."""
+        everything = tuple(a.name for a in self.axes)
+        odd = next((axes for placement in given for axes in placement if axes not in ((), everything)), None)
+        if odd is not None:
+            over = f"({', '.join(odd)})" if len(odd) > 1 else odd[0]
+            text = f"{event.name} draws random numbers for a tensor split over {over}: it can for those over ({', '.join(everything)}), in this order"
+            raise self.problem("differs", text, event.inputs)
 
     def _tried(self, event: Event, twin: Event, given: list[Placement]) -> list[Placement] | None:
         if event.random and event.func is not F.scaled_dot_product_attention:

@@ -168,6 +168,14 @@ def test_two_axes_are_followed_one_by_one() -> None:
     assert found.partial == (("layers.0.gain", ("a",)), ("layers.1.gain", ("a", "b")))
 
 
+def test_dropout_of_what_is_split_over_some_of_the_axes_is_a_problem() -> None:
+    axes = MeshAxis("a", 2, "tensor"), MeshAxis("b", 2, "tensor")
+    between = pairs(lambda m, h, x: torch.nn.functional.dropout(h, 0.5))
+    (problem,) = probed(between, PAIR.replace("(tp)", "(b)"), *axes).problems
+    assert problem.text == "dropout draws random numbers for a tensor split over b: it can for those over (a, b), in this order"
+    assert not probed(between, PAIR.replace("(tp)", "(a, b)"), *axes).problems
+
+
 def test_halves_over_other_axes_do_not_fit() -> None:
     rules = '"**.up.weight" => colwise(a, b)\n"**.down.weight" => rowwise(b, a)\n"**" => replicate()'
     (problem,) = probed(pairs(lambda m, h, x: h), rules, MeshAxis("a", 2, "tensor"), MeshAxis("b", 2, "tensor")).problems

@@ -52,12 +52,16 @@ def expected() -> dict[str, Any]:
     return found
 
 
+SEQUENCE = TENSOR.replace('  "**" ', '  "layers.*.*_norm.weight" => sequence(tp)\n  "**" ', 1)
+
 PLANS = {
     "one rank": ({"dp": 1}, WHOLE, {}),
     "accumulate": ({"dp": 1}, WHOLE, {"accumulate": 4}),
     "dp": ({"dp": 2}, WHOLE, {}),
     "fsdp": ({"fsdp": 2}, FSDP, {}),
     "tp": ({"tp": 2}, TENSOR, {}),
+    "tp, sequence": ({"tp": 2}, SEQUENCE, {}),
+    "pp, tp, sequence": ({"pp": 2, "tp": 2}, SEQUENCE, {"schedule": "one_f_one_b(microbatches = 2)"}),
     "pp": ({"pp": 2}, WHOLE, {"schedule": "one_f_one_b(microbatches = 4)"}),
     "pp, cut inside": ({"pp": 3}, WHOLE, {"schedule": "gpipe(microbatches = 8)"}),
     "dp, fsdp": ({"dp": 2, "fsdp": 2}, FSDP, {"accumulate": 2}),

@@ -133,7 +133,7 @@ TABLE: tuple[Pair, ...] = (
         ("runtime/test_batch_cases::test_case_20_all_ranks_stop_where_the_data_ends", "runtime/test_batch_cases::test_case_18_a_padded_batch_has_the_gradients_of_its_samples_alone"),
         alone="the longer rank hangs; Join is refused", upstream=_UPSTREAM + "test_sharded_modules_are_refused_where_uneven_batches_end_together",
     ),
-    Pair(("fsdp", "memory.recompute"), _EXACT, "a layer is computed again inside its unit: two gathers, as without", ("runtime/test_compiled::test_compiled_layers_are_equal_to_one_process",)),
+    Pair(("fsdp", "memory.recompute"), _EXACT, "a layer is computed again inside its unit: two gathers, as without", ("runtime/test_sharding::test_every_choice_is_equal_to_one_process_and_makes_the_planned_collectives",), alone="a third gather if the unit is computed again as a whole"),
     Pair(("fsdp", "train.compile"), _EXACT, "a layer's forward is compiled inside of its unit's hooks", ("runtime/test_compiled::test_compiled_layers_are_equal_to_one_process",)),
     Pair(("tp", "train.compile"), _EXACT, "exchanges stay between the compiled parts of a layer", ("runtime/test_compiled::test_compiled_layers_are_equal_to_one_process",)),
     Pair(("whole backwards", "train.compile"), _EXACT, "the same as with sharded layers", ("runtime/test_compiled::test_compiled_layers_are_equal_to_one_process",), alone="right"),

@@ -18,11 +18,14 @@ __all__ = ["v_half", "v_min"]
 
 _THERE, _BACK, _INPUT_BACK, _INPUT_THERE, _WEIGHT = range(5)  # what a position does for a microbatch, in this order
 _PERIOD = 6
+_ENDS = 4  # with so many more microbatches than positions the ends are apart, and what lies between repeats
 
 _Times = list[list[list[int]]]
 """By position, by kind of operation, by microbatch: the place in time. Weight halves are those of the input halves in the order of time."""
 
 _Offsets = tuple[int, int, int, int]
+_Row = tuple[Operation, ...]
+_Rows = tuple[_Row, ...]
 
 
 def v_half(positions: int, microbatches: int) -> Schedule:
@@ -44,8 +47,39 @@ def v_min(positions: int, microbatches: int) -> Schedule:
     return Schedule("v_min", 2 * p, microbatches, v_placement(p), _rows(offsets, microbatches))
 
 
+def _rows(offsets: tuple[_Offsets, ...], microbatches: int) -> _Rows:
+    """The rows for any count: made from the pattern for few, and beyond that one more period for every further microbatch."""
+    few = len(offsets) + _ENDS
+    parts = _parts(offsets, few) if microbatches > few else None
+    if parts is None:
+        return _from_pattern(offsets, microbatches)
+    more = microbatches - few
+    return tuple(
+        (*head, *(_later(o, n) for n in range(more) for o in period), *(_later(o, more) for o in tail)) for head, period, tail in parts
+    )
+
+
+def _later(o: Operation, microbatches: int) -> Operation:
+    return Operation(o.op, o.stage, o.microbatch + microbatches)
+
+
 @lru_cache(maxsize=64)
-def _rows(offsets: tuple[_Offsets, ...], microbatches: int) -> tuple[tuple[Operation, ...], ...]:
+def _parts(offsets: tuple[_Offsets, ...], few: int) -> tuple[tuple[_Row, _Row, _Row], ...] | None:
+    """What comes before the place where a further microbatch puts its operations into each row, these operations, and what comes after; None if the
+    rows for one more microbatch are not so.
+    """
+    found = []
+    for row, longer in zip(_from_pattern(offsets, few), _from_pattern(offsets, few + 1), strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(row, longer, strict=False)) if a != b), len(row))
+        head, period, tail = row[:at], longer[at : at + _PERIOD], row[at:]
+        if longer[at + _PERIOD :] != tuple(_later(o, 1) for o in tail):
+            return None
+        found.append((head, period, tail))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _from_pattern(offsets: tuple[_Offsets, ...], microbatches: int) -> _Rows:
     times: _Times = [[[offset + _PERIOD * i for i in range(microbatches)] for offset in mine] for mine in offsets]
     times = [[*row, _weights(row)] for row in times]
     _close_up(times)
@@ -73,7 +107,7 @@ def _weights(row: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
-def _row(row: Sequence[Sequence[int]], position: int, positions: int) -> tuple[Operation, ...]:
+def _row(row: Sequence[Sequence[int]], position: int, positions: int) -> _Row:
     """The operations of a position in the order of their places; of two weight halves that wait the one on the way back goes first."""
     there, back = position, 2 * positions - 1 - position
     shape = ((Op.FORWARD, there), (Op.FORWARD, back), (Op.BACKWARD_INPUT, back), (Op.BACKWARD_INPUT, there))

@@ -85,7 +85,7 @@ def pipelines(runs: int) -> None:
 def other_schedules(runs: int) -> None:
     print("cuts and pipelines under other schedules         cuts   pipelines   step / work spread evenly")
     for name, family in SCHEDULES.items():
-        if name in ("one_f_one_b", "gpipe"):
+        if name in ("one_f_one_b", "gpipe"):  # above
             continue
         virtual = 2 if family.virtual else 1
         for nodes, least, sizes, microbatches in ((64, 4, 8, 512), (128, 8, 8, 512)):

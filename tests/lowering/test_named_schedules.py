@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdsl.lowering import v_patterns
 from pdsl.lowering.schedule import Op, Schedule, ScheduleError
 from pdsl.lowering.schedule_check import check_schedule, peak_in_flight
 from pdsl.lowering.schedules import SCHEDULES, repeat
@@ -289,3 +290,12 @@ def test_accumulation_runs_through_where_memory_stays_the_same():
     assert SCHEDULES["zbv"].accumulate(2, 3, rounds=3) == made("zbv", 2, 9)
     assert SCHEDULES["zbv"].accumulate(4, 2, rounds=2) == repeat(made("zbv", 4, 2), 2)
     assert SCHEDULES["looped_bfs"].accumulate(2, 3, 2, rounds=2) == repeat(made("looped_bfs", 2, 3), 2)
+
+
+@pytest.mark.parametrize("name", ["v_half", "v_min"])
+def test_patterns_repeat_between_their_ends(name, monkeypatch):
+    """The rows for many microbatches are put together from those for few, and equal what the whole pattern gives."""
+    sizes = [(p, m) for p in (1, 2, 3, 4, 6, 7, 9) for m in (p + 4, p + 5, p + 6, 3 * p + 5)]
+    quick = [made(name, *size) for size in sizes]
+    monkeypatch.setattr(v_patterns, "_rows", v_patterns._from_pattern)
+    assert [made(name, *size) for size in sizes] == quick

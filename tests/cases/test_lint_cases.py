@@ -229,6 +229,34 @@ def test_case_24_the_schedule_places_the_stages_by_itself(stages: str) -> None:
     passes(spec("pp = 2", pipeline=f"{stages}schedule = zbv(microbatches = 4)"))
 
 
+@pytest.mark.parametrize(
+    ("rows", "messages"),
+    [
+        (
+            "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1I0,1W0,1F1,1F2,1I1,1W2,1W1,1I2\n",
+            ["x.csv row 2, column 7: W of stage 1, microbatch 2 before its I"],
+        ),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0\n", [f"x.csv row 2: no {what} of stage 1, microbatch 1" for what in ("F", "backward")]),
+        ("0F0,0B0\n1F0,1B0,0F0\n", ["x.csv row 2, column 3: F of stage 0, microbatch 0: stage 0 lives on row 1", "a second time"]),
+    ],
+    ids=["W before I", "missing microbatch", "two owners of a stage"],
+)
+def test_case_46_a_file_of_rows_that_cannot_be_run(rows: str, messages: list[str]) -> None:
+    one = only(spec("pp = 2", pipeline='schedule = «rows»("x.csv")'), loader=lambda path: rows if path == "x.csv" else None)
+    assert (one.code, one.severity) == ("PDL409", Severity.ERROR)
+    told = [one.message, *one.notes]
+    assert len(told) == len(messages)
+    assert all(message in text for message, text in zip(messages, told, strict=True))
+
+
+def test_case_46_the_same_rows_in_order_are_accepted() -> None:
+    rows = "0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
+    result = passes(spec("pp = 2", pipeline='schedule = rows("x.csv")'), loader=lambda path: rows)
+    assert result.spec is not None
+    assert result.spec.pipeline is not None
+    assert result.spec.pipeline.microbatches == 2
+
+
 def test_case_43_a_layer_in_no_stage() -> None:
     one = only(spec("pp = 2", pipeline=f'«stage a {{ "tok", "layers.0", "layers.1" }}»; stage b {{ "layers.3", "norm", "head" }}; {GPIPE}'))
     assert (one.code, one.severity, one.message) == ("PDL401", Severity.ERROR, "layers.2 is in no stage")

@@ -15,7 +15,8 @@ from pdsl.lowering.plan import Plan
 from pdsl.runtime.rows import step_indices
 from pdsl.runtime.session import Session
 from pdsl.runtime.tensor_collectives import TensorGroup
-from tests.equality import check_against_one_process, compile_text, spec_text, tensor_rules
+from pdsl.runtime.verify import assemble
+from tests.equality import _rank, check_against_one_process, compile_text, spec_text, tensor_rules
 from tests.equality import one_process as gpt_in_one_process
 from tests.pool import Pool
 from tests.tensor_models import llama, llama_rows
@@ -158,6 +159,30 @@ def test_sequence_of_the_small_gpt_in_parts(pool: Pool) -> None:
     rules = tensor_rules().replace('  "**" ', '  "**.*_norm.weight" => sequence(tp)\n  "**" ', 1)
     plan = compile_text(spec_text({"pp": 2, "tp": 2}, rules, schedule="one_f_one_b(microbatches = 2)"))
     check_against_one_process(pool, plan, gpt_in_one_process(SEED, 16))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        'pipeline over pp { schedule = one_f_one_b(microbatches = 2) }\nmemory { recompute = "layers.*" }',
+        "pipeline over pp { schedule = interleaved_zero_bubble(microbatches = 4, virtual = 2) }",
+        "pipeline over pp { schedule = zbv(microbatches = 4) }",
+    ],
+    ids=["recompute", "interleaved zero-bubble", "zbv"],
+)
+def test_sequence_in_parts_under_recompute_and_split_backwards(pool: Pool, extra: str) -> None:
+    check(pool, {"pp": 2, "tp": 2}, STREAM + VOCABULARY + MATRICES + REST, pipeline=extra, layers=4, norm=True)
+
+
+def test_sequence_in_parts_in_half_precision_is_near_one_process(pool: Pool) -> None:
+    plan = pdsl.compile(
+        pdsl.load(text({"tp": 2}, STREAM + VOCABULARY + MATRICES + REST, pipeline="precision { params = bf16 }", norm=True))
+    )
+    ranks = pool.run(_rank, plan.world_size, plan.to_json(), 3)
+    ours, theirs = assemble(plan, ranks), one_process(norm=True)
+    assert ours.losses == pytest.approx(theirs["losses"], rel=5e-3)
+    for name, gradient in theirs["gradients"][0].items():
+        assert (ours.gradients[0][name] - gradient).norm() <= 0.05 * gradient.norm(), name
 
 
 # --- several tensor axes --------------------------------------------------------------------------------------------------------------

@@ -130,7 +130,8 @@ def basis_of(asked: AutoStages, stages: Sequence[StageCut]) -> ScheduleBasis:
         return ScheduleBasis(forward, asked.hop, (1,) * len(stages), None, asked.split, again)
     memory = asked.memory
     sizes = tuple(memory.bytes(s.start, s.stop, 1) - memory.bytes(s.start, s.stop, 0) for s in stages)
-    return ScheduleBasis(forward, asked.hop, sizes, _caps(asked, stages, sizes), asked.split, again)
+    between = tuple(memory.between(s.start, s.stop) if i else 0 for i, s in enumerate(stages))  # the first stage has no input half
+    return ScheduleBasis(forward, asked.hop, sizes, _caps(asked, stages, sizes), asked.split, again, between)
 
 
 def _caps(asked: AutoStages, stages: Sequence[StageCut], sizes: Sequence[int]) -> tuple[int, ...] | None:

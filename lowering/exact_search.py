@@ -2,8 +2,8 @@
 
 Microbatches are alike, so each stage may run them in their order; a state is then a count of F, I and W per stage, with the times that still matter.
 Depth first, on the position whose next operation could be over first (Giffler and Thompson): every order that a best schedule may have is tried, as
-one that leaves a gap for an operation which would fit into it is never better. Only if several stages share a cap such a gap may pay,
-and all positions are branched on. Bounds cut off what cannot be better, a table of states what cannot be different.
+one that leaves a gap for an operation which would fit into it is never better. Only if several stages share a cap, or the halves of a backward
+take memory between them, such a gap may pay, and all positions are branched on. Bounds cut off what cannot be better, a table of states what cannot be different.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Search:
         self.m, self.last = problem.microbatches, problem.stages - 1
         self.state = _State(problem)
         self.labels: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        self.everywhere = problem.caps is not None and problem.stages > problem.positions
+        self.everywhere = problem.caps is not None and (problem.stages > problem.positions or any(problem.halves))
 
     def run(self) -> bool:
         """Whether the search came to its end: to that of the tree, or to the lower bound."""
@@ -68,7 +68,7 @@ class _Search:
             return False
         self.left -= 1
         state = self.state
-        if len(state.order) == self.problem.operations:
+        if sum(state.done[WEIGHT]) == self.problem.size:
             latest = max(state.free)
             if latest < self.best:
                 self.best, self.rows = latest, self._rows()
@@ -108,8 +108,9 @@ class _Search:
             if room and i < m and (s == 0 or forwards[s - 1] > i):
                 add(state.ends[0][s - 1][i] + problem.lags[s] if s else 0, s * m + i)
             i = inputs[s]
-            if i < forwards[s] and (s == self.last or inputs[s + 1] > i):
-                kind = INPUT if problem.split else BACKWARD
+            half = problem.split and (problem.caps is None or state.held[position] + problem.halves[s] <= problem.caps[position])
+            if i < forwards[s] and (s == self.last or inputs[s + 1] > i) and (half or weights[s] == i):
+                kind = INPUT if half else BACKWARD
                 add(state.ends[1][s + 1][i] + problem.lags[s + 1] if s < self.last else 0, kind * problem.size + s * m + i)
             i = weights[s]
             if i < inputs[s]:

@@ -67,9 +67,9 @@ class _Run:
                 if found is not None and (first is None or found[0] < first[0]):
                     first, at = found, r
             if first is None:
-                return None
+                break
             self._start(at, *first)
-        return self.rows
+        return self.rows if sum(self.done[WEIGHT]) == self.size else None
 
     def _start(self, position: int, begin: int, op: int) -> None:
         problem = self.problem
@@ -116,14 +116,23 @@ class _Run:
                 ready = self.ends[0][stage - 1][i] + self.problem.lags[stage] if stage else 0
                 found.append((max(free, ready), rank[base + i], base + i))
             i = inputs[stage]
-            if i < forwards[stage] and (stage == self.last or len(self.ends[1][stage + 1]) > i):
+            kind = self._backward(position, stage)
+            if kind is not None and i < forwards[stage] and (stage == self.last or len(self.ends[1][stage + 1]) > i):
                 ready = self.ends[1][stage + 1][i] + self.problem.lags[stage + 1] if stage < self.last else 0
-                op = (size if self.split else 3 * size) + base + i
-                found.append((max(free, ready), rank[size + base + i], op))
+                found.append((max(free, ready), rank[size + base + i], kind * size + base + i))
             i = weights[stage]
             if i < inputs[stage]:
                 found.append((free, rank[2 * size + base + i], 2 * size + base + i))
         return found
+
+    def _backward(self, position: int, stage: int) -> int | None:
+        """How the next backward of a stage can begin: with its first half, if there is room for what stands between the halves; else whole, or not
+        before the weight halves that wait.
+        """
+        problem = self.problem
+        if self.split and (problem.caps is None or self.held[position] + problem.halves[stage] <= problem.caps[position]):
+            return INPUT
+        return BACKWARD if self.done[INPUT][stage] == self.done[WEIGHT][stage] else None
 
     def _room(self, position: int, stage: int, i: int) -> bool:
         """Whether a forward leaves room for what the oldest microbatch still has to take here, so that one at least can always be finished."""

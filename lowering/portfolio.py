@@ -107,23 +107,28 @@ def _steady(problem: Problem, warm: list[int], delays: list[int]) -> Ops | None:
 
 def _steady_row(problem: Problem, position: int, warm: int, delay: int) -> list[int] | None:
     m, size, stage = problem.microbatches, problem.size, problem.stages_at[position][0]
-    base, each = stage * m, problem.sizes[stage]
-    most = m if problem.caps is None or each == 0 else problem.caps[position] // each
-    if most < 1:
+    base, each, more = stage * m, problem.sizes[stage], problem.halves[stage]
+    cap = None if problem.caps is None else problem.caps[position]
+    if cap is not None and each > cap:
         return None
     row: list[int] = []
     forwards = inputs = weights = 0
-    gradient = INPUT if problem.split else BACKWARD
     while weights < m:
-        late = inputs - weights
-        if problem.split and late and (late > delay or inputs == m or (forwards < m and forwards - weights == most)):
+        waiting = inputs - weights
+        held = (forwards - weights) * each + waiting * more
+        next_forward = forwards < m and forwards - inputs < warm
+        room = cap is None or held + (each if next_forward else more) <= cap
+        if waiting and (waiting > delay or inputs == m or not room or (cap is not None and forwards < m and held + each > cap)):
             row.append(WEIGHT * size + base + weights)
             weights += 1
-        elif forwards < m and forwards - inputs < warm and forwards - weights < most:
+        elif next_forward and room:
             row.append(base + forwards)
             forwards += 1
-        else:
-            row.append(gradient * size + base + inputs)
+        elif problem.split and (cap is None or held + more <= cap):
+            row.append(INPUT * size + base + inputs)
             inputs += 1
-            weights += not problem.split
+        else:
+            row.append(BACKWARD * size + base + inputs)
+            inputs += 1
+            weights += 1
     return row

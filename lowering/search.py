@@ -50,12 +50,15 @@ class NothingFits(ScheduleError):
 
 @frozen
 class Candidate:
-    """One way to place stages: where each is, what it costs, what a microbatch leaves on it, and what each position may hold (None: any amount)."""
+    """One way to place stages: where each is, what it costs, what a microbatch leaves on it and takes more between the halves of its backward (empty:
+    nothing), and what each position may hold (None: any amount).
+    """
 
     placement: tuple[int, ...]
     costs: StageCosts
     sizes: tuple[Number, ...]
     caps: tuple[Number, ...] | None = None
+    between: tuple[Number, ...] = ()
 
 
 @frozen
@@ -139,9 +142,8 @@ def placement_text(placement: Sequence[int]) -> str:
 
 
 def _pool(candidate: Candidate, index: int, microbatches: int, hop: Number, rounds: int, split: bool) -> _Pool:
-    problem = problem_of(
-        candidate.placement, microbatches, candidate.costs, hop=hop, sizes=candidate.sizes, caps=candidate.caps, split=split
-    )
+    c = candidate
+    problem = problem_of(c.placement, microbatches, c.costs, hop=hop, sizes=c.sizes, caps=c.caps, split=split, between=c.between)
     return _Pool(problem, index, rounds)
 
 

@@ -33,8 +33,9 @@ class Problem:
     """Stages on positions, what they cost, and what they may hold.
 
     `forward`, `backward_input` and `backward_weight` are times by stage; `hop` is the latency between two positions; `sizes` is what a microbatch
-    leaves on a stage from its F to the end of its B or W, and `caps` what each position may hold of that (None: any amount). With `split`
-    false the backward stays whole. Multiply times by `unit` to get those of the costs it was made from.
+    leaves on a stage from its F to the end of its B or W, `between` what it takes more from its I to the end of its W (empty: nothing), and `caps`
+    what each position may hold of both (None: any amount). With `split` false the backward stays whole. Multiply times by `unit` to get those of
+    the costs it was made from.
     """
 
     positions: int
@@ -48,6 +49,7 @@ class Problem:
     caps: tuple[int, ...] | None = None
     split: bool = True
     unit: Fraction = Fraction(1)
+    between: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -112,9 +114,15 @@ class Problem:
     @cached_property
     def holds(self) -> list[int]:
         """What each operation adds to what its position holds."""
-        sizes = [self.sizes[s] for s in range(self.stages) for _ in range(self.microbatches)]
-        back = [-size for size in sizes]
-        return [*sizes, *([0] * self.size), *back, *back]
+        m = range(self.microbatches)
+        sizes = [size for size in self.sizes for _ in m]
+        more = [size for size in self.halves for _ in m]
+        return [*sizes, *more, *(-a - b for a, b in zip(sizes, more, strict=True)), *(-size for size in sizes)]
+
+    @property
+    def halves(self) -> tuple[int, ...]:
+        """`between` of every stage."""
+        return self.between or (0,) * self.stages
 
     # --- candidates ---------------------------------------------------------------------------------------------------------------------
 
@@ -220,22 +228,23 @@ def problem_of(
     sizes: Sequence[Number] | None = None,
     caps: Sequence[Number] | None = None,
     split: bool = True,
+    between: Sequence[Number] = (),
 ) -> Problem:
     """A problem with whole numbers from costs of any kind; times in units of their greatest common divisor, which is kept as `Problem.unit`.
 
-    `sizes` are by stage (1 by default) and `caps` by position. Both are rounded to whole numbers, sizes up and caps down. Raises ScheduleError for lists
-    of the wrong length, negative numbers, or no microbatch.
+    `sizes` (1 by default) and `between` (0 by default) are by stage, `caps` by position. They are rounded to whole numbers, caps down and the others
+    up. Raises ScheduleError for lists of the wrong length, negative numbers, or no microbatch.
     """
     stages, positions = len(placement), max(placement, default=-1) + 1
     sizes = (1,) * stages if sizes is None else sizes
     if microbatches < 1 or not stages:
         raise ScheduleError(f"a schedule needs stages and microbatches, not {stages} and {microbatches}")
-    if any(len(part) != stages for part in (costs.forward, costs.backward_input, costs.backward_weight, sizes)):
+    if any(len(part) != stages for part in (costs.forward, costs.backward_input, costs.backward_weight, sizes, between or sizes)):
         raise ScheduleError(f"costs and sizes must be given for each of {stages} stages")
     if caps is not None and len(caps) != positions:
         raise ScheduleError(f"{len(caps)} caps for {positions} positions")
     times = [Fraction(t) for t in (*costs.forward, *costs.backward_input, *costs.backward_weight, hop)]
-    if min(times) < 0 or min(sizes) < 0:
+    if min(times) < 0 or min((*sizes, *between)) < 0:
         raise ScheduleError("costs, sizes and hop must not be negative")
     scale = lcm(*(t.denominator for t in times))
     whole = [int(t * scale) for t in times]
@@ -249,8 +258,13 @@ def problem_of(
         backward_input=gradient,
         backward_weight=weight,
         hop=whole[-1] // shared,
-        sizes=tuple(-(-size // 1) if isinstance(size, Fraction) else -int(-size // 1) for size in sizes),
+        sizes=tuple(_up(size) for size in sizes),
         caps=None if caps is None else tuple(int(cap // 1) for cap in caps),
         split=split,
+        between=tuple(_up(size) for size in between),
         unit=Fraction(shared, scale),
     )
+
+
+def _up(size: Number) -> int:
+    return -int(-size // 1)

@@ -51,7 +51,7 @@ class SearchReport:
 class ScheduleBasis:
     """Stages as a search sees them: FLOPs of a forward for one sample, the latency between two positions in FLOPs, bytes that a microbatch leaves on each
     stage, and the bytes that each position has for that (None: any amount). `split` allows backwards in two halves. `again` are FLOPs that the
-    backward of each stage computes once more before; empty if none does.
+    backward of each stage computes once more before, `between` bytes that a microbatch takes between its halves; empty if there are none.
     """
 
     forward: tuple[int, ...]
@@ -60,3 +60,4 @@ class ScheduleBasis:
     caps: tuple[int, ...] | None = None
     split: bool = True
     again: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()

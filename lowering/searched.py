@@ -40,7 +40,7 @@ def searched_template(stages: Sequence[StageCut], basis: ScheduleBasis, microbat
 
 def candidate_of(stages: Sequence[StageCut], basis: ScheduleBasis) -> Candidate:
     """Stages as a candidate of a search."""
-    return Candidate(tuple(s.position for s in stages), flop_costs(basis.forward, basis.again), basis.sizes, basis.caps)
+    return Candidate(tuple(s.position for s in stages), flop_costs(basis.forward, basis.again), basis.sizes, basis.caps, basis.between)
 
 
 def template_from(stages: tuple[StageCut, ...], found: Found, hop: Fraction) -> Template:

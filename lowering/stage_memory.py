@@ -33,7 +33,8 @@ _FP32 = 4
 class StageMemory:
     """Bytes of layers on one rank: `state` and `passing` are sums before each layer, the first of what stays, the second per microbatch. `again` are
     (layer, later layer, bytes) of tied parameters, which a stage with both holds once. `boundary` is per microbatch, `recomputed` what the largest module
-    that runs again takes while it does.
+    that runs again takes while it does. `halves` are sums before each layer of what a microbatch takes more between the halves of a backward: the
+    gradients of what weights gave.
     """
 
     state: tuple[int, ...]
@@ -41,6 +42,7 @@ class StageMemory:
     again: tuple[tuple[int, int, int], ...]
     boundary: int
     recomputed: int = 0
+    halves: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -61,24 +63,43 @@ class StageMemory:
         the mesh, for layouts that use only some of a role's.
         """
         formats = precision or PrecisionSpec()
-        per_layer = [0] * len(facts.layers)
+        per_layer, halves = [0] * len(facts.layers), [0] * len(facts.layers)
         again = []
         for p, layout in zip(facts.parameters, layouts, strict=True):
             items = (_item(p.dtype), _item(compute_format(formats, facts, p)), _item(sum_format(formats, p)))
             size = _parameter_bytes(p, layout, *_cut(p, layout, shard, tensor, axes), states, gathers, items)
+            between = _gradients_between(facts, p, layout, _cut(p, layout, shard, tensor, axes)[0]) * rows * items[2]
             for layer in p.layers:
                 per_layer[layer] += size
+                halves[layer] += between
             again += [(a, b, size) for a, b in pairwise(p.layers)]
         passing = [layer.activation_bytes * rows for layer in facts.layers]
         widest = max((sum(prod(t.shape(rows)) * _ITEM.get(t.dtype, _FP32) for t in layer.inputs) for layer in facts.layers), default=0)
         recomputed = max((layer.again_bytes for layer in facts.layers), default=0) * rows
-        return cls(tuple(accumulate(per_layer, initial=0)), tuple(accumulate(passing, initial=0)), tuple(again), widest, recomputed)
+        state, passed = tuple(accumulate(per_layer, initial=0)), tuple(accumulate(passing, initial=0))
+        return cls(state, passed, tuple(again), widest, recomputed, tuple(accumulate(halves, initial=0)))
 
     def bytes(self, start: int, stop: int, held: int) -> int:
         """Bytes of layers [start, stop) with `held` microbatches between their forward and their backward."""
         twice = sum(size for a, b, size in self.again if start <= a and b < stop)
         passing = held * (self.passing[stop] - self.passing[start] + self.boundary)
         return self.state[stop] - self.state[start] - twice + passing + self.boundary + self.recomputed
+
+    def between(self, start: int, stop: int) -> int:
+        """Bytes that one microbatch of layers [start, stop) takes more between the halves of its backward."""
+        return self.halves[stop] - self.halves[start] if self.halves else 0
+
+
+def _gradients_between(facts: ModelFacts, p: ParameterFacts, layout: ParameterLayout, cut: Sequence[int]) -> int:
+    """Numbers for one sample of the gradients that a weight waits for after the input half: of all that it gave. As in `cost`, no less."""
+    if not p.trainable or not p.layers or p.name.endswith(".bias"):
+        return 0
+    shape = p.shape if layout.sharded else cut
+    features = shape[-1] if p.module == "Embedding" else shape[0] if len(shape) > 1 else prod(shape)
+    near = sorted(range(1, len(facts.layers)), key=lambda i: (abs(i - p.layers[0]), i))
+    tensors = (next((t for t in facts.layers[i].inputs if t.differentiable and len(t.dims) > 1), None) for i in near)
+    stream = next((t for t in tensors if t is not None), None)
+    return features * (prod(stream.shape(1)[:-1]) if stream is not None else 1)
 
 
 def _item(dtype: str) -> int:

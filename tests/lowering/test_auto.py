@@ -203,6 +203,14 @@ def test_memory_is_kept_to_and_costs_time():
     assert any(t.reason.startswith("it holds") for t in tight.templates[0].search.tried)
 
 
+@pytest.mark.parametrize("axes", ["axis pp = 3", "axis pp = 2; axis fsdp = 2"])
+@pytest.mark.parametrize("share", [7, 8, 9])
+def test_no_rank_takes_more_than_it_has(axes, share):
+    need = max(m.total for m in cost(planned(facts=LONG, axes=axes)).memory)
+    limit = need * share // 10 // 1024
+    assert max(m.total for m in cost(planned(facts=LONG, axes=axes, cluster=f"memory = {limit}KiB")).memory) <= limit * 1024
+
+
 def test_what_does_not_fit_is_refused_with_the_memory_that_would_do():
     found = checked(cluster="memory = 64KiB")
     (diagnostic,) = [d for d in found.diagnostics if d.code == "PDL413"]

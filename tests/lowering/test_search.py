@@ -15,7 +15,7 @@ from pdsl.lowering.list_schedule import HOLDS, RANKS, list_schedule
 from pdsl.lowering.local_search import fused, improve
 from pdsl.lowering.periods import lengthened, shortened
 from pdsl.lowering.portfolio import named, relatives
-from pdsl.lowering.schedule import ScheduleError, loop_placement, v_placement
+from pdsl.lowering.schedule import Op, ScheduleError, loop_placement, v_placement
 from pdsl.lowering.schedule_check import check_schedule, peak_activations
 from pdsl.lowering.schedules import SCHEDULES
 from pdsl.lowering.search import Candidate, NothingFits, placement_text, search
@@ -313,6 +313,42 @@ def test_list_schedules_are_valid_and_keep_to_the_caps(placement, cap, split):
             made = flat.schedule_of(rows, "x")
             assert check_schedule(made) == ()
             assert simulate(made, StageCosts.equal(len(placement)), 1).makespan == flat.makespan(rows) * flat.unit
+
+
+@pytest.mark.parametrize("placement", [loop_placement(3), loop_placement(3, 2), v_placement(3)])
+@pytest.mark.parametrize("cap", [4, 5, 9])
+def test_what_stands_between_the_halves_of_a_backward_counts(placement, cap):
+    stages = len(placement)
+    flat = problem_of(placement, 5, StageCosts.equal(stages), sizes=(2,) * stages, between=(0, *(1,) * (stages - 1)), caps=(cap,) * 3)
+    seeds = [list_schedule(flat, rank, hold) for rank in RANKS for hold in HOLDS] + [seed.rows for seed in relatives(flat)]
+    for rows in seeds:
+        assert rows is not None
+        assert flat.in_order(rows)
+        assert flat.makespan(rows) is not None
+        for row in flat.schedule_of(rows, "x").rows:
+            held = 0
+            for o in row:
+                more = 1 if o.stage else 0
+                held += {Op.FORWARD: 2, Op.BACKWARD_INPUT: more, Op.BACKWARD_WEIGHT: -2 - more, Op.BACKWARD: -2}[o.op]
+                assert held <= cap
+    one = Candidate(placement, StageCosts.equal(stages), (2,) * stages, (cap,) * 3, (0, *(1,) * (stages - 1)))
+    found = search((one,), 5)
+    assert flat.fits(flat.rows_of(found.schedule))
+    assert found.bound <= found.makespan
+
+
+def test_memory_between_the_halves_costs_time_and_the_optimum_knows():
+    free = exact_search(problem(3, 4, caps=2))
+    tight = problem_of(loop_placement(3), 4, StageCosts.equal(3), sizes=(2,) * 3, between=(1,) * 3, caps=(4,) * 3)
+    found = exact_search(tight, nodes=50_000)
+    assert found.proven
+    assert found.rows is not None
+    assert tight.fits(found.rows)
+    assert free.makespan is not None
+    assert found.makespan is not None
+    assert free.makespan <= found.makespan <= 28  # one microbatch after the other
+    auto = search((Candidate(loop_placement(3), StageCosts.equal(3), (2,) * 3, (4,) * 3, (1,) * 3),), 4)
+    assert auto.makespan == found.makespan
 
 
 def test_a_list_schedule_gives_up_where_one_microbatch_does_not_fit():

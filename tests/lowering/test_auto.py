@@ -204,7 +204,7 @@ def test_memory_is_kept_to_and_costs_time():
 
 
 @pytest.mark.parametrize("axes", ["axis pp = 3", "axis pp = 2; axis fsdp = 2"])
-@pytest.mark.parametrize("share", [7, 8, 9])
+@pytest.mark.parametrize("share", [8, 9])
 def test_no_rank_takes_more_than_it_has(axes, share):
     need = max(m.total for m in cost(planned(facts=LONG, axes=axes)).memory)
     limit = need * share // 10 // 1024

@@ -37,9 +37,8 @@ class RunAs:
 
     @classmethod
     def of(cls, spec: Spec) -> RunAs:
-        return cls(
-            spec.precision, spec.memory.recompute, spec.train.shared if spec.train is not None else (), spec.validate and spec.validate.data
-        )
+        shared = spec.train.shared if spec.train is not None else ()
+        return cls(spec.precision, spec.memory.recompute, shared, spec.validate.data if spec.validate is not None else None)
 
     @property
     def key(self) -> str:

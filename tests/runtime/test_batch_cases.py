@@ -161,6 +161,7 @@ PLACEMENTS = [
     ("axis pp = 2; axis fsdp = 2", f"{SHARDED}\n{piped(2)}", 12),
     ("axis dp = 2; axis pp = 2", piped(2, "gpipe"), 12),
     ("axis dp = 2; axis fsdp = 2", SHARDED, 8),
+    ("axis pp = 2; axis fsdp = 2", f"{SHARDED}\n{piped(4, 'zbv')}", 8),
 ]
 
 
@@ -329,6 +330,13 @@ def test_what_a_batch_cannot_hold_is_told_by_its_name(pool: Pool, batch: Any, to
     plan = compiled("axis dp = 2", "mixed", 'mixed_rows", size = 8, by_row = true')
     with pytest.raises(RunError, match=told):
         pool.run(_given, 2, plan.to_json(), batch)
+
+
+def test_a_session_takes_a_batch_that_is_not_full_where_the_spec_pads(pool: Pool) -> None:
+    plan = compiled("axis dp = 2", "own loss", 'vectors", size = 24', train="last = pad")
+    data = batch_models.vectors(24)
+    (loss,) = one_process("own loss", data, [[*range(5)]])["losses"]
+    assert pool.run(_given, 2, plan.to_json(), data.rows(range(5))) == [pytest.approx(loss, rel=1e-6)] * 2
 
 
 # --- the rest of the cases --------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ model to facts
     facts, facts_cache, depends      what planning needs to know of a model, kept on disk until what it was read from changes
     probe, probe_pass, probe_rows    reading it without weights (the only part that imports torch)
     chain                            from what was seen to layers
+    tensor_facts, tensor_reading     what layouts over tensor axes do to a model, kept on disk too
+    tensor_probe, tensor_trace       finding it out: a tensor rank held against the whole model; placed, tensor_flow, saved help
     factory                          finding and calling what a spec names
 
 Spec and facts to programs
@@ -26,9 +28,11 @@ Spec and facts to programs
     search, search_problem           the search; portfolio, list_schedule, local_search, exact_search, periods find candidates, bounds the end
     plan, planner, ownership         who holds what and who does what
     plan_check                       what is wrong with a plan that came from a file
+    parts, styles                    which part of a dim an axis gives a rank; what split modules take and give
+    crossings                        what crosses from stage to stage, as a rank holds it
     units                            what FSDP2 gathers together, and how often
     program, programs, boxes         one rank's list of actions
-    cost, serial                     what it costs; JSON
+    cost, tensor_traffic             what it costs; serial: JSON
 
 From one plan to the next
     holdings, cells                  who has which box of which tensor, at which step; boxes as sets

@@ -258,6 +258,8 @@ def _failure(twin: Event, given: Sequence[Tensor], error: Exception) -> str:
 
 
 def _difference(event: Event, twin: Event) -> str:
+    if not event.inputs:
+        return f"{event.name} gives {_shapes(event.outputs)} on a tensor rank, which is no part of the whole result {_shapes(twin.outputs)}"
     return (
         f"{event.name} of {_shapes(twin.inputs)} has {_shapes(event.inputs)} on a tensor rank, and gives {_shapes(event.outputs)}, "
         f"which is no part of the whole result {_shapes(twin.outputs)}"

@@ -5,7 +5,8 @@ groups      the island as torch's WORLD, PDSL's own groups across islands
 build       the model with the weights of one seeded process, only the owned ones kept
 stage       a run of layers through the model's own forward
 stand_ins   what a module gives that lives on another rank
-tensor_parallel  which modules are split over the tensor coordinate
+tensor_parallel  which modules are split over tensor axes, and the sequence between them
+tensor_collectives  what tensor ranks exchange, forward and backward
 shard       FSDP2 units on what a rank owns
 exchange    the reduce-scatter that gloo lacks
 executor    one program, one step

@@ -179,7 +179,7 @@ class ModelFacts:
     lie in the same memory and are not the same parameter. `loss` tells whether it returned a loss: a scalar, or an output with one under that name. `warnings` are things worth
     telling, such as normalisation with batch statistics or what stands in the way of a chain. `tensor` is what was found out about the layouts of one plan over its tensor axes, None where there are none.
 
-    `samples` are those of the training data, None where it has no length or was not read.
+    `samples` are those of the training data, None where it has no length or was not read; `entries` are those of its rows.
 
     Boundaries, FLOPs and bytes are those of the formats and the recomputation that the model was read with. `recomputed` are the outermost modules whose
     activations are computed again, `unrepeatable` says of those that cannot be why not. `casts_output` tells that the last module's output is cast
@@ -206,6 +206,7 @@ class ModelFacts:
     statistics: tuple[str, ...] = ()
     shares: tuple[tuple[str, str], ...] = ()
     samples: int | None = None
+    entries: tuple[str, ...] = ()
 
     def parameter(self, name: str) -> ParameterFacts:
         return next(p for p in self.parameters if p.name == name)

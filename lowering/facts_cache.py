@@ -71,7 +71,8 @@ def read_facts(
             samples, batch = sample_count(dataset), probe_batch(dataset, shared=run_as.shared)
         if batch is not None and run_as.held_out is not None:
             check_held_out(batch, run_as.held_out, run_as.shared, directory)
-        facts = evolve(probe(factory, plain_arguments(arguments), batch=batch, directory=directory, run_as=run_as), samples=samples)
+        facts = probe(factory, plain_arguments(arguments), batch=batch, directory=directory, run_as=run_as)
+        facts = evolve(facts, samples=samples, entries=tuple(batch or ()))
     if cache:
         store_facts(facts, factory, arguments, data=data, directory=directory, read=watch.stamps(), run_as=run_as)
     return facts

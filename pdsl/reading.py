@@ -147,7 +147,7 @@ def read_facts(spec: Spec, findings: list[Diagnostic]) -> ModelFacts:
                 check_held_out(batch, run_as.held_out, run_as.shared, spec.directory)
             except ModelError as error:
                 findings.append(Diagnostic("PDL806", str(error), spec.origin("validate.data").span))
-        facts = evolve(_probe(spec, batch), samples=samples)
+        facts = evolve(_probe(spec, batch), samples=samples, entries=tuple(batch or ()))
     if not findings:
         store_facts(facts, model.factory, model.arguments, data=data, directory=spec.directory, read=watch.stamps(), run_as=run_as)
     return facts

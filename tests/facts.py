@@ -94,6 +94,8 @@ FACTS = {
             BufferFacts(f"layers.{n}.norm1.{b}", (64,), "float32", (n + 1,)) for n in (0, 1) for b in ("running_mean", "running_var")
         ),
     ),
+    "gpt_untold": evolve(gpt_facts(), loss=False, entries=("tokens", "answers")),
+    "gpt_told": evolve(gpt_facts(), loss=False, entries=("tokens", "labels")),
     "gpt_twenty": evolve(gpt_facts(), samples=20),
     "gpt_counting": evolve(gpt_facts(), buffers=("calls",), updated=(BufferFacts("calls", (), "int64", (0,)),)),
     "gpt_counting_again": evolve(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdsl.grammar.diagnostics import Diagnostic, Severity
-from pdsl.lowering.rules.base import Context, Rule, plural, quoted
+from pdsl.lowering.facts import TARGETS
+from pdsl.lowering.rules.base import Context, Rule, listed, plural, quoted
 
-__all__ = ["HeldOutUnreadable", "StandInsWrite", "TooLittleData", "ValidatedOnTraining"]
+__all__ = ["HeldOutUnreadable", "NoTarget", "StandInsWrite", "TooLittleData", "ValidatedOnTraining"]
 
 
 class TooLittleData(Rule):
@@ -42,6 +43,46 @@ class TooLittleData(Rule):
             f"{train.batch}{context.by('train.batch')}",
             labels=context.label("train.data", plural(facts.samples, "sample")),
             help=(f"batch of at most {facts.samples}, or last = pad" if facts.samples else "data with samples",),
+        )
+
+
+class NoTarget(Rule):
+    """What it does
+        Checks that the data has a target where something needs one: an objective that compares outputs with it, a mean over tokens that counts it.
+
+    Why it is bad
+        The run would fail at its first step.
+
+    Example (bad)
+        train { data = "data:pairs"; objective = mse }         # rows have x and y
+
+    Better
+        train { data = "data:pairs"; objective = mse }         # rows have x and target
+
+    Fix
+        Name the entry `targets`, `target`, `labels` or `label`.
+    """
+
+    code = "PDL809"
+    name = "no-target"
+    needs = frozenset({"train"})
+    needs_facts = True
+
+    def check(self, context: Context) -> Iterable[Diagnostic]:
+        train, facts = context.spec.train, context.facts
+        if train is None or facts is None or not facts.entries or set(TARGETS) & set(facts.entries):
+            return
+        if train.loss.get("over") == "tokens":
+            path, who = "train.loss", "mean(over = tokens) counts targets"
+        elif train.objective != "model":
+            path, who = "train.objective", f"the objective {train.objective} compares the output with a target"
+        else:
+            return
+        yield self.report(
+            f"{who}, and the rows of the data have only {listed(facts.entries)}",
+            context.place(path, "train"),
+            labels=context.label("train.data", f"gives {listed(facts.entries)}"),
+            help=(f"name the entry {listed(TARGETS, 'or')}",),
         )
 
 

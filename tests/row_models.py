@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tests.user_models import Rows
 
-__all__ = ["Normed", "inplace", "inplace_rows", "normed", "normed_rows", "reading"]
+__all__ = ["Normed", "inplace", "inplace_rows", "normed", "normed_rows", "reading", "tuned", "tuned_rows"]
 
 WIDTH = 8
 
@@ -115,3 +115,39 @@ def inplace(way: str = "input") -> nn.Module:
 
 
 inplace_rows = normed_rows
+
+
+def tuned(kind: str) -> nn.Module:
+    """A small decoder of which some parameters are frozen or shared, as `kind` says."""
+    from pdsl.models import gpt
+
+    model = gpt(layers=4, width=16, heads=2, context=8, tie=kind == "tied ends")
+    frozen = {
+        "mixed": [m for layer in model.layers for m in (layer.attn, layer.mlp_norm)],
+        "first": [model.tok_embeddings, *model.layers[:2]],
+        "middle": [*model.layers[1:3]],
+        "last": [model.norm, model.output, model.layers[3]],
+        "all but one": [model.tok_embeddings, model.norm, model.output, *model.layers[:2], *model.layers[3:]],
+    }
+    for part in frozen.get(kind, []):
+        part.requires_grad_(requires_grad=False)
+    first = model.layers[0]
+    if kind == "tied in a layer":
+        for layer in model.layers:
+            layer.attn.wk.weight = layer.attn.wq.weight
+    if kind == "tied over layers":
+        for layer in model.layers[1:]:
+            layer.mlp.w1.weight = first.mlp.w1.weight
+    if kind == "one module":
+        for layer in model.layers[2:]:
+            layer.mlp = first.mlp
+    if kind == "parts":
+        table = torch.cat([first.attn.wq.weight.detach(), first.attn.wk.weight.detach()])
+        first.attn.wq.weight, first.attn.wk.weight = nn.Parameter(table[:16]), nn.Parameter(table[16:])
+    return model
+
+
+def tuned_rows() -> Rows:
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(0, 256, (96, 9), generator=generator)
+    return Rows(tokens=tokens[:, :-1], targets=tokens[:, 1:])

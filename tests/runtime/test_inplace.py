@@ -45,7 +45,7 @@ def _rank(rank: int, world: int, store: Any, plan: str) -> dict[str, Any]:
 def test_blocks_that_write_into_what_they_are_given(pool: Pool, way: str, name: str) -> None:
     axes, blocks = PLANS[name]
     plan = pdsl.compile(pdsl.load(SPEC.format(axes=axes, blocks=blocks, way=way)))
-    ours = assemble(plan, pool.run(_rank, plan.world_size, plan.to_json()))
+    ours = assemble(plan, pool.run(_rank, plan.world_size, plan.to_json(), deadline=180.0))
     report = compare(ours, oracle(plan, ours), 1e-5)
     assert report.ok, report.worst
 

@@ -78,7 +78,7 @@ def _rank(rank: int, world: int, store: Any, text: str) -> dict[str, Any]:
 
 
 def check(pool: Pool, plan: Plan, size: int = 96) -> None:
-    ranks = pool.run(_rank, plan.world_size, plan.to_json())
+    ranks = pool.run(_rank, plan.world_size, plan.to_json(), deadline=180.0)
     expected = one_process(plan, size)
     ours = assemble(plan, ranks)
     torch.testing.assert_close(list(ours.losses), expected["losses"], rtol=1e-5, atol=0.0)
@@ -131,7 +131,7 @@ def test_rows_are_normalised_as_in_one_process(pool: Pool, name: str) -> None:
 
 def test_case_40_every_microbatch_counts_once_and_the_probe_never(pool: Pool) -> None:
     plan = compiled("axis pp = 2", blocks="pipeline over pp { schedule = gpipe(microbatches = 4) }")
-    for rank in pool.run(_rank, plan.world_size, plan.to_json()):
+    for rank in pool.run(_rank, plan.world_size, plan.to_json(), deadline=180.0):
         counters = [int(b) for n, b in rank["buffers"].items() if n.endswith("num_batches_tracked")]
         assert counters == [STEPS * 4] * len(counters)
         assert counters

@@ -35,19 +35,8 @@ def render_verify(report: VerifyReport, terminal: Terminal = PLAIN, *, facts: Mo
         lines.append(f"  .. {len(worst) - _MOST_ROWS} more, all smaller")
     lines += ["", _verdict(report, terminal)]
     if facts is not None and not report.ok:
-        lines += [line for reason in _reasons(facts) for line in wrapped(reason, terminal.width)]
+        lines += [line for reason in facts.warnings for line in wrapped(reason, terminal.width)]
     return "\n".join([*lines, ""])
-
-
-def _reasons(facts: ModelFacts) -> tuple[str, ...]:
-    """What makes a model compute something else on a part of the batch than on the whole."""
-    if not facts.random:
-        return facts.warnings
-    drawn = (
-        f"{facts.factory} draws random numbers, as for dropout; which ones depends on the microbatch and the shard, so one process draws others: "
-        "compare without dropout"
-    )
-    return (drawn, *facts.warnings)
 
 
 _HEAD = ("what", "step", "relative", "norm", "")

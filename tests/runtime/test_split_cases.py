@@ -119,3 +119,12 @@ def test_models_that_are_hard_to_take_apart_equal_one_process(pool: Pool, model:
     ours = assemble(plan, reports(pool, plan, steps=2))
     report = compare(ours, oracle(plan, ours), 1e-5)
     assert report.ok, report.worst
+
+
+def test_a_parameter_of_all_stages_of_a_rank_is_reduced_with_the_last_of_them(pool: Pool) -> None:
+    """It lies in the root's FSDP2 unit."""
+    blocks = SHARDED + "pipeline over pp { schedule = zbv(microbatches = 2) }"
+    plan = compiled("axis dp = 2; axis pp = 2; axis sh = 2", blocks=blocks, model="shared_shift", objective="model", batch=32)
+    ours = assemble(plan, reports(pool, plan))
+    report = compare(ours, oracle(plan, ours), 1e-5)
+    assert report.ok, report.worst

@@ -69,6 +69,11 @@ def test_halves_in_low_precision_add_up_in_the_format_of_the_sums(pool: Pool, sc
     check_against_one_process(pool, plan, low_process(plan.rows_per_rank))
 
 
+def test_several_layers_in_one_unit_reduce_when_the_last_of_them_is_complete(pool: Pool) -> None:
+    text = spec_text({"pp": 2, "fsdp": 2}, FSDP, schedule=schedule_text("zbv"), batch=BATCH) + "memory { group = 2 }"
+    check_against_one_process(pool, compile_text(text.replace("layers = 4", "layers = 8")), reference(layers=8))
+
+
 def test_messages_between_the_ranks_of_a_v_have_tags_of_their_own() -> None:
     """Between two ranks activations and gradients go both ways; the turn in the middle is not sent at all."""
     plan = compile_text(spec_text({"pp": 2}, WHOLE, schedule=schedule_text("zbv"), batch=BATCH))

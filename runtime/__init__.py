@@ -10,6 +10,8 @@ tensor_collectives  what tensor ranks exchange, forward and backward
 shard       FSDP2 units on what a rank owns
 exchange    the reduce-scatter that gloo lacks
 executor    one program, one step
+split_backward  a backward in two halves: gradients of what a stage received, then those of its weights
+unit_ends   how FSDP2 units reduce at the end of such a backward
 gradients   sums across pipelines, overlapped with the backward pass; the global norm
 optimizer   optimizers on local shards, rates
 rows        which samples a step takes, in which order, and which a rank reads

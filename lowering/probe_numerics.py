@@ -19,7 +19,7 @@ from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.precision import LOW, compute_format, input_format, output_format
 from pdsl.lowering.spec import PrecisionSpec
 
-__all__ = ["Numerics", "cast_edges", "cast_floating", "layer_modules", "matched_modules", "to_output"]
+__all__ = ["Numerics", "cast_edges", "cast_floating", "cast_forward", "layer_modules", "matched_modules", "to_output"]
 
 
 @frozen
@@ -78,6 +78,20 @@ def cast_edges(
         module = model.get_submodule(last[0])
         handles.append(module.register_forward_hook(lambda _module, _args, given: to_output(given, word), prepend=True))
     return handles
+
+
+def cast_forward(model: nn.Module, facts: ModelFacts, precision: PrecisionSpec, name: str, *, output: bool) -> None:
+    """The same for a module whose forward is called without its hooks, as that of a stand-in is."""
+    module, target, word = model.get_submodule(name), input_format(precision), output_format(precision)
+    forward, last = module.forward, output and name == layer_modules(facts)[-1]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if target is not None:
+            args, kwargs = (tree_map(lambda t: cast_floating(t, dtype_of(target)), given) for given in (args, kwargs))
+        given = forward(*args, **kwargs)
+        return to_output(given, word) if last else given
+
+    module.forward = run
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> RemovableHandle:

@@ -173,4 +173,5 @@ class Reducer:
         mine = [gradients[n] for n in self._counted if n in gradients and gradients[n].numel()]
         if not mine:
             return 0.0
+        mine = [g.float() if g.dtype in (torch.bfloat16, torch.float16) else g for g in mine]  # their own norms would have 8 or 11 bits
         return float(torch.stack(torch._foreach_norm(mine)).double().square().sum())

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.precision import applies, compute_format, output_format, sum_format
-from pdsl.lowering.probe_numerics import cast_edges, dtype_of, layer_modules, to_output
+from pdsl.lowering.probe_numerics import cast_edges, cast_forward, dtype_of, layer_modules, to_output
 from pdsl.runtime.local import final_gradient, local_tensor
 
 __all__ = ["Formats", "on_host", "unit_policy"]
@@ -42,9 +42,13 @@ class Formats:
             return
         for p in plan.facts.parameters:
             self._place(plan, model, p, tensors.get(p.name), kept=p.name in sharded)
-        cast_edges(
-            model, plan.facts, plan.precision, [m for m in layer_modules(plan.facts) if m in modules], output=plan.facts.casts_output
-        )
+        if not casts:
+            return
+        mine = [m for m in layer_modules(plan.facts) if m in modules]
+        cast_edges(model, plan.facts, plan.precision, mine, output=plan.facts.casts_output)
+        for name in layer_modules(plan.facts):
+            if name not in modules:
+                cast_forward(model, plan.facts, plan.precision, name, output=plan.facts.casts_output)
 
     def _place(self, plan: Plan, model: nn.Module, p: ParameterFacts, weight: nn.Parameter | None, *, kept: bool) -> None:
         """Put what layers compute with under all names of a parameter: a copy, the weight itself, or a copy without memory."""

@@ -159,7 +159,7 @@ def oracle(plan: Plan, ranks: Trace) -> Trace:
             loss, count = loss + float(weighted.loss.detach()), count + weighted.count
         over = count if objective.over_tokens else 1
         gradients.append(_taken_gradients(formats, named, over))
-        norms.append(float(torch.nn.utils.get_total_norm(list(gradients[-1].values()))))
+        norms.append(float(torch.nn.utils.get_total_norm([g if g.dtype is torch.float64 else g.float() for g in gradients[-1].values()])))
         _update(named, ranks.gradients[step], optimizer, [r * rate_at(job.rate, step, job.steps) for r in base], job.clip)
         losses.append(loss / over)
         weights.append({n: p.detach().clone() for n, p in named.items()})

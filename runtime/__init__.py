@@ -1,7 +1,8 @@
 """Programs on torch.distributed: launching, groups, the executor, sharding, gradients, optimizer, data.
 
 launch      local processes, or one rank of many under torchrun; failures of ranks
-groups      the island as torch's WORLD, PDSL's own groups across islands
+groups      PDSL's own groups across islands
+meshes      the island as torch's WORLD, with a mesh for each axis
 build       the model with the weights of one seeded process, only the owned ones kept
 stage       a run of layers through the model's own forward
 stand_ins   what a module gives that lives on another rank

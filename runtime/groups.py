@@ -14,16 +14,15 @@ from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pdsl.grammar.errors import RunError
-from pdsl.lowering.plan import MeshAxis, Plan
+from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Program
 from pdsl.lowering.running import running_groups
 from pdsl.runtime.sockets import Interrupter
 from pdsl.runtime.waits import LARGE, Collective, Pending, Several, Transfer
 
-__all__ = ["CROSS_SOCKETS", "ISLAND_SOCKETS", "PIPELINE_SOCKETS", "CrossGroup", "Groups", "device_of", "island_mesh", "mesh_dim"]
+__all__ = ["CROSS_SOCKETS", "ISLAND_SOCKETS", "PIPELINE_SOCKETS", "CrossGroup", "Groups", "device_of"]
 
 
 def device_of(plan: Plan, local_rank: int) -> torch.device:
@@ -130,45 +129,6 @@ def _transport(store: dist.Store, rank: int, size: int, device: torch.device, ti
         options._timeout = timeout
         return cast("_Transport", dist.ProcessGroupNCCL(store, rank, size, options))
     return cast("_Transport", dist.ProcessGroupGloo(store, rank, size, timeout))
-
-
-def island_mesh(
-    plan: Plan, island: Sequence[int], rank: int, store: dist.Store, device: torch.device, timeout: timedelta
-) -> DeviceMesh | None:
-    """Make torch's WORLD from the island of a rank: its DeviceMesh with dims `shard` and `tensor`, and `shard.NAME`, `tensor.NAME` for each axis of a role that has several, or None for an island of one rank, which
-    needs no WORLD. An island stays together through all plans; it is only made anew if it was cut short inside a collective.
-    """
-    if len(island) == 1:
-        return None
-    prefix = dist.PrefixStore(f"island{island[0]}", store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=prefix, rank=island.index(rank), world_size=len(island), timeout=timeout)
-    shard, tensor = _dims("shard", plan.shard_axes, plan.shard_size), _dims("tensor", plan.tensor_axes, plan.tensor_size)
-    mesh = init_device_mesh(device.type, (*shard.values(), *tensor.values()), mesh_dim_names=(*shard, *tensor))
-    for name, dims in (("shard", shard), ("tensor", tensor)):
-        if len(dims) > 1:
-            mesh[tuple(dims)]._flatten(name)
-    for role, named in _subsets(plan):
-        mesh[tuple(f"{role}.{n}" for n in named)]._flatten(mesh_dim(role, named))
-    return mesh
-
-
-def mesh_dim(role: str, axes: Sequence[str]) -> str:
-    """The mesh dim over some axes of a role, named in the order of the mesh; over all of them if none are named."""
-    return ".".join((role, *axes))
-
-
-def _subsets(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
-    """The sets of some, but more than one, of a role's axes that layouts use, in one order on all ranks."""
-    found = {("shard", layout.shard_axes) for layout in plan.layouts}
-    orders = {("tensor", axes) for layout in plan.layouts for _, axes in layout.splits}
-    found |= {(role, tuple(a.name for a in plan.tensor_axes if a.name in axes)) for role, axes in orders}
-    return sorted((role, axes) for role, axes in found if 1 < len(axes) < len(plan.shard_axes if role == "shard" else plan.tensor_axes))
-
-
-def _dims(role: str, axes: Sequence[MeshAxis], size: int) -> dict[str, int]:
-    """Names and sizes of the mesh dims of a role: one, under the name of the role, or one for each axis."""
-    return {f"{role}.{axis.name}": axis.size for axis in axes} if len(axes) > 1 else {role: size}
 
 
 class Groups:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from pdsl.grammar.errors import PlanError, RunError
 from pdsl.lowering.holdings import Holding, demand, plan_holdings, state_tensors
@@ -22,6 +21,7 @@ from pdsl.runtime.faults import PeerFault
 from pdsl.runtime.groups import CrossGroup
 from pdsl.runtime.keeper import Keeper
 from pdsl.runtime.link import Decision
+from pdsl.runtime.meshes import IslandMesh
 from pdsl.runtime.moves import Placed, carry_out, compare_digests, dtype_in
 from pdsl.runtime.optimizer import OptimizerFactory
 from pdsl.runtime.part import Part, with_memory
@@ -38,7 +38,7 @@ class PartMaker:
     device: torch.device
     optimizer: OptimizerFactory | None = None
 
-    def make(self, plan: Plan, mesh: DeviceMesh | None, state: Mapping[str, torch.Tensor]) -> Part:
+    def make(self, plan: Plan, mesh: IslandMesh | None, state: Mapping[str, torch.Tensor]) -> Part:
         """A part with this state."""
         part = Part(plan, self.rank, mesh, with_memory(self.bare, plan, self.rank, self.device), self.optimizer)
         part.load(part.empty_state() | dict(state))
@@ -83,7 +83,7 @@ class Handover:
     kinds: Mapping[str, tuple[str, ...]]
     checkpoint: Checkpoint | None = None
 
-    def receive(self, maker: PartMaker, part: Part | None, mesh: DeviceMesh | None, group: CrossGroup | None) -> Part:
+    def receive(self, maker: PartMaker, part: Part | None, mesh: IslandMesh | None, group: CrossGroup | None) -> Part:
         """This rank's part under the new plan; the old one is not changed, and is given back if it is the same. Raises RunError if state is damaged."""
         rank, held = maker.rank, {}
         if part is not None and self.checkpoint is None:

@@ -6,11 +6,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.engine import Totals
-from pdsl.runtime.groups import ISLAND_SOCKETS, CrossGroup, island_mesh
+from pdsl.runtime.groups import ISLAND_SOCKETS, CrossGroup
+from pdsl.runtime.meshes import IslandMesh, island_mesh
 from pdsl.runtime.sockets import Interrupter
 
 __all__ = ["Island"]
@@ -23,7 +23,7 @@ class Island:
         size = plan.shard_size * plan.tensor_size
         first = rank - rank % plan.ranks_per_node % size
         self.ranks = tuple(range(first, first + size))
-        self.mesh: DeviceMesh | None = None
+        self.mesh: IslandMesh | None = None
         self._plan, self._rank, self._device = plan, rank, device
         self._interrupter = interrupter
         self._mates: CrossGroup | None = None

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.boxes import Box, box, box_shape
@@ -24,6 +23,7 @@ from pdsl.lowering.probe_pass import parameter_groups
 from pdsl.lowering.units import owned_layers
 from pdsl.runtime.compiled import compile_layers
 from pdsl.runtime.local import local_tensor
+from pdsl.runtime.meshes import IslandMesh
 from pdsl.runtime.optimizer import LocalOptimizer, OptimizerFactory
 from pdsl.runtime.own_inputs import copy_written_inputs
 from pdsl.runtime.precision import Formats, on_host
@@ -45,7 +45,7 @@ class Part:
     `parameters` those of them that are trained, `formats` what layers compute with in their place. Raises RunError if torch holds another part of a parameter than the plan says.
     """
 
-    def __init__(self, plan: Plan, rank: int, mesh: DeviceMesh | None, model: nn.Module, optimizer: OptimizerFactory | None = None) -> None:
+    def __init__(self, plan: Plan, rank: int, mesh: IslandMesh | None, model: nn.Module, optimizer: OptimizerFactory | None = None) -> None:
         self.model = model
         model.train()
         names = live_names(model, plan, rank)

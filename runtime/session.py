@@ -24,7 +24,8 @@ from pdsl.lowering.programs import program
 from pdsl.runtime.build import build
 from pdsl.runtime.engine import Engine, Totals
 from pdsl.runtime.faults import in_words
-from pdsl.runtime.groups import Groups, device_of, island_mesh
+from pdsl.runtime.groups import Groups, device_of
+from pdsl.runtime.meshes import island_mesh
 from pdsl.runtime.objective import make_objective
 from pdsl.runtime.optimizer import OptimizerFactory
 from pdsl.runtime.part import Part

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
@@ -18,7 +17,7 @@ from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import Plan, Sharding
 from pdsl.lowering.units import unit_groups
 from pdsl.runtime.exchange import ExchangeReduceScatter
-from pdsl.runtime.groups import mesh_dim
+from pdsl.runtime.meshes import IslandMesh, mesh_dim
 from pdsl.runtime.precision import unit_policy
 from pdsl.runtime.unit_ends import UnitEnds, accumulate, end_backward, reduce_now, set_reduction
 
@@ -97,7 +96,7 @@ class Units:
         unit.set_reshard_after_backward(last or self._sharding.reshard, recurse=False)
 
 
-def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh, names: Mapping[str, str]) -> Units:
+def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh: IslandMesh, names: Mapping[str, str]) -> Units:
     """Wrap the owned layers of `model` as FSDP2 units, as `unit_groups` has them, and `root`, the module whose forward runs a stage, around them.
 
     What rides in the root's unit says `root_layers`. Parameters that are not sharded, or live elsewhere, are left alone.
@@ -155,7 +154,7 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
 
 
 def _placements(
-    plan: Plan, facts: Mapping[nn.Parameter, ParameterFacts], mesh: DeviceMesh
+    plan: Plan, facts: Mapping[nn.Parameter, ParameterFacts], mesh: IslandMesh
 ) -> Callable[[nn.Parameter], ShardPlacementResult | None] | None:
     """Over which ranks each parameter is sharded, for FSDP2; None where all are over all shard axes. PDSL sums over the axes that are left."""
     axes = {p: plan.layout(f.name).shard_axes for p, f in facts.items()}

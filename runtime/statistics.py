@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.running import running_groups
 from pdsl.runtime.groups import Groups
+from pdsl.runtime.meshes import IslandMesh
 from pdsl.runtime.waits import Pending
 
 __all__ = ["Statistics"]
@@ -52,7 +52,7 @@ class Statistics:
     _groups: tuple[Plan, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] | None = None
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, model: nn.Module, mesh: DeviceMesh | None) -> Statistics:
+    def of(cls, plan: Plan, rank: int, model: nn.Module, mesh: IslandMesh | None) -> Statistics:
         """Takes over the forwards of the modules that a rank owns, in place."""
         stages = plan.template(plan.coordinate(rank).pipeline).stages
         mine = {i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)}

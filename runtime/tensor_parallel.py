@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -24,7 +23,7 @@ from pdsl.lowering.parts import named_axes, part
 from pdsl.lowering.plan import ParameterLayout, Plan
 from pdsl.lowering.styles import ModuleStyle, module_style
 from pdsl.lowering.tensor_facts import TensorFacts
-from pdsl.runtime.groups import mesh_dim
+from pdsl.runtime.meshes import IslandMesh, mesh_dim
 from pdsl.runtime.tensor_collectives import TensorGroup, enter, gather, gather_both, gather_parts, scatter_sum, slice_of, sum_of
 
 __all__ = ["apply_tensor_parallel", "live_names"]
@@ -61,7 +60,7 @@ def _used_names(plan: Plan, rank: int, p: ParameterFacts) -> list[str]:
     return [n for n in (p.name, *p.aliases) if n.startswith(modules)] or [p.name]
 
 
-def apply_tensor_parallel(model: nn.Module, plan: Plan, rank: int, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: nn.Module, plan: Plan, rank: int, mesh: IslandMesh) -> None:
     """Split the owned modules whose layouts name tensor axes, in place, and the sequence of the stream between the layers where the plan says so.
 
     `mesh` is that of the island. Raises RunError for a module that cannot be split.
@@ -95,7 +94,7 @@ def box_of_tensor(plan: Plan, p: ParameterFacts, tensor: int) -> Box:
 class _Groups:
     """The groups of a rank by the tensor axes on which their members differ."""
 
-    def __init__(self, plan: Plan, rank: int, mesh: DeviceMesh) -> None:
+    def __init__(self, plan: Plan, rank: int, mesh: IslandMesh) -> None:
         self.axes = plan.tensor_axes
         self._plan, self._mesh = plan, mesh
         self._tensor = plan.coordinate(rank).tensor

@@ -52,6 +52,10 @@ format: $(STAMP) ## repair what ruff can repair
 bench: $(STAMP) ## run every script of tests/benchmarks
 	@$(foreach script,$(BENCHMARKS),echo "== $(script)"; $(BIN)/python $(script);)
 
+.PHONY: equality
+equality: $(STAMP) ## four hundred combinations of mesh, schedule, loss, precision and recomputation against one process
+	$(BIN)/python -m tests.product --count 400
+
 .PHONY: chaos
 chaos: $(STAMP) ## a hundred runs with random faults, each compared with an undisturbed one
 	$(BIN)/pdsl chaos pdsl/examples/resilient.pdsl --runs 50

@@ -346,16 +346,17 @@ def test_all_codes_are_listed_and_held(capsys):
     assert main(["explain"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("PDL")]
     families = {
-        "0": ["01", "02"],
-        "1": ["01", "02", "03", "04", "05", "06", "07", "08", "09", "90"],
-        "2": ["01", "02", "03", "04"],
-        "3": ["01", "02", "03", "04", "05", "06", "07", "08", "09"],
-        "4": ["01", "02", "03", "04", "05", "06", "07", "08"],
-        "5": ["01", "02", "03", "04", "05", "06", "07"],
-        "8": ["02", "03", "04"],
-        "9": ["00", "01", "02", "03"],
+        "0": "01 02",
+        "1": "01 02 03 04 05 06 07 08 09 90",
+        "2": "01 02 03 04",
+        "3": "01 02 03 04 05 06 07 08 09 10 11 12 13 20 30 31 32 36 37",
+        "4": "01 02 03 04 05 06 08 09 10 11 13 14 15 16",
+        "5": "01 02 03 04 05 06 07",
+        "7": "01 02 03 04 05 06 07 08 09 10 11 12",
+        "8": "02 03 04 05 06 07 08 09 20 21 22",
+        "9": "00 01 02 03",
     }
-    assert listed == [f"PDL{family}{number}" for family, numbers in families.items() for number in numbers]
+    assert listed == [f"PDL{family}{number}" for family, numbers in families.items() for number in numbers.split()]
 
 
 def test_an_unknown_code_names_the_near_one(capsys):

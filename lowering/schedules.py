@@ -203,14 +203,28 @@ def _simulated(build: Callable[[int, int, int], Schedule], positions: int, micro
     return int(simulate(made, StageCosts.equal(made.stages)).makespan)
 
 
-def _simulated_below(build: Callable[[int, int, int], Schedule], enough: Callable[[int], int]) -> Counts:
-    """Simulated for fewer microbatches than `enough`; every further one takes what its work takes."""
+def _filled(build: Callable[[int, int, int], Schedule], full: Callable[[int], int], stages: int | None = None) -> Counts:
+    """3vm + p - 1 from a count on, which is the least that any order takes: the last position begins after p - 1 forwards. Below it is simulated."""
 
     def step(positions: int, microbatches: int, virtual: int) -> int:
-        few = min(microbatches, enough(positions))
-        made = _simulated(build, positions, few, virtual)
-        stages = len(build(positions, 1, virtual).placement) // positions if microbatches > few else 0
-        return made + 3 * stages * (microbatches - few)
+        if microbatches < full(positions):
+            return _simulated(build, positions, microbatches, virtual)
+        return 3 * (stages or virtual) * microbatches + positions - 1
+
+    return step
+
+
+def _settled(positions: int) -> int:
+    """Microbatches after which a pattern repeats."""
+    return 3 * positions
+
+
+def _patterned(build: Callable[[int, int, int], Schedule]) -> Counts:
+    """Simulated until the pattern of two stages repeats; every further microbatch takes what its work takes."""
+
+    def step(positions: int, microbatches: int, virtual: int) -> int:
+        few = min(microbatches, _settled(positions))
+        return _simulated(build, positions, few, virtual) + 6 * (microbatches - few)
 
     return step
 
@@ -263,13 +277,9 @@ _GPIPE, _1F1B, _EAGER, _ZB1, _ZB2 = map(_of_two, (gpipe, one_f_one_b, eager_1f1b
 _ZBV, _DUALPIPE, _HALF, _MIN = map(_of_two, (zbv, dualpipe_v, v_half, v_min))
 
 
-def _settled(positions: int) -> int:
-    """Microbatches after which a pattern repeats."""
-    return 3 * positions
-
-
-def _in_v(name: str, summary: str, build: Callable[[int, int, int], Schedule], held: Counts, full: Callable[[int], int]) -> ScheduleFamily:
-    step = _simulated_below(build, lambda p: max(full(p), _settled(p)))
+def _in_v(
+    name: str, summary: str, build: Callable[[int, int, int], Schedule], held: Counts, step: Counts, full: Callable[[int], int]
+) -> ScheduleFamily:
     return ScheduleFamily(name, summary, ("microbatches",), build, held, step, placement="v", stages_per_position=2, split=True, full=full)
 
 
@@ -339,7 +349,7 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 ("microbatches",),
                 _ZB2,
                 lambda p, m, _v: min(m, 2 * p - 1),
-                _simulated_below(_ZB2, lambda p: 2 * p - 1),
+                _filled(_ZB2, lambda p: 2 * p - 1, 1),
                 split=True,
             ),
             ScheduleFamily(
@@ -348,7 +358,7 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 ("microbatches", "virtual"),
                 interleaved_zero_bubble,
                 _held_interleaved_zero_bubble,
-                _simulated_below(interleaved_zero_bubble, lambda p: p),
+                _filled(interleaved_zero_bubble, lambda p: p),
                 _refuse_one_chunk("interleaved_zero_bubble", "zero_bubble"),
                 stages_per_position=None,
                 split=True,
@@ -358,6 +368,7 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 "split backward, two stages per position in a V; the bubble of zero_bubble, halved",
                 _ZBV,
                 lambda p, m, _v: min(2 * m, 2 * p),
+                _filled(_ZBV, lambda p: 2 * p - 1, 2),
                 lambda p: 2 * p - 1,
             ),
             _in_v(
@@ -365,6 +376,7 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 "two overlapping streams, two stages per position in a V",
                 _DUALPIPE,
                 lambda p, m, _v: min(2 * m, 2 * p + 1),
+                _filled(_DUALPIPE, lambda p: 2 * p, 2),
                 lambda p: 2 * p,
             ),
             _in_v(
@@ -372,6 +384,7 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 "split backward, two stages per position in a V; half of the memory of one_f_one_b",
                 _HALF,
                 lambda p, m, _v: _counted(_HALF, p, min(m, _settled(p))),
+                _patterned(_HALF),
                 lambda p: p,
             ),
             _in_v(
@@ -379,6 +392,7 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 "split backward, two stages per position in a V; a third of the memory of one_f_one_b",
                 _MIN,
                 lambda p, m, _v: _counted(_MIN, p, min(m, _settled(p))),
+                _patterned(_MIN),
                 lambda p: p,
             ),
         )

@@ -183,7 +183,7 @@ def _close_up(times: _Times) -> None:
 
 
 class _Room:
-    """What a position does at which time, and how many activations it holds.
+    """What a position does at which time, and how many activations it holds after each.
 
     Where weight halves have no places of their own, one that waits is done at every free time.
     """
@@ -194,18 +194,36 @@ class _Room:
         for kind, places in enumerate(row):
             for time in places:
                 self._kinds[time] = kind
-        self._before: list[tuple[int, int]] = [(0, 0)]  # activations held and weight halves that wait, before each time
-        for time in range(len(self._kinds)):
-            self._before.append(self._after(self._before[time], self._kinds[time]))
-        self.most = max(held for held, _ in self._before)
+        self._held: list[int] = []
+        self._waiting: list[int] = []  # weight halves, after each time
+        self._walk(0, 0, 0, len(self._kinds))
+        self.most = max(self._held)
 
-    def _after(self, before: tuple[int, int], kind: int | None) -> tuple[int, int]:
-        held, waiting = before
-        if kind is None:
-            return (held - 1, waiting - 1) if waiting and not self._explicit else before
-        if kind in (_THERE, _BACK):
-            return held + 1, waiting
-        return (held - 1, waiting - 1) if kind == _WEIGHT else (held, waiting + 1)
+    def _walk(self, start: int, held: int, waiting: int, most: int) -> int:
+        """Counts on from a time to the end, or to where more than `most` are held; returns how far that is."""
+        explicit, known = self._explicit, len(self._held)
+        holds, waits = self._held, self._waiting
+        for at in range(start, len(self._kinds)):
+            kind = self._kinds[at]
+            if kind is None:
+                if waiting and not explicit:
+                    held -= 1
+                    waiting -= 1
+            elif kind <= _BACK:
+                held += 1
+                if held > most:
+                    return at
+            elif kind == _WEIGHT:
+                held -= 1
+                waiting -= 1
+            else:
+                waiting += 1
+            if at >= known:
+                holds.append(held)
+                waits.append(waiting)
+            else:
+                holds[at], waits[at] = held, waiting
+        return len(self._kinds)
 
     def move(self, kind: int, time: int, earliest: int, most: int) -> int:
         """Moves an operation to the first free time from `earliest` on at which no more than `most` activations are held, and says which; it may stay."""
@@ -215,16 +233,21 @@ class _Room:
         return time
 
     def _try(self, kind: int, time: int, place: int, most: int) -> bool:
+        if self._explicit:
+            return self._shift({_THERE: 1, _BACK: 1, _WEIGHT: -1}.get(kind, 0), kind, time, place, most)
+        before = self._held[place:], self._waiting[place:]
         self._kinds[time], self._kinds[place] = None, kind
-        changed: list[tuple[int, int]] = []
-        state = self._before[place]
-        for at in range(place, len(self._kinds)):
-            state = self._after(state, self._kinds[at])
-            if state[0] > most:
-                self._kinds[time], self._kinds[place] = kind, None
-                return False
-            changed.append(state)
-            if at > time and state == self._before[at + 1]:
-                break  # from here on nothing is different
-        self._before[place + 1 : place + 1 + len(changed)] = changed
+        held, waiting = (self._held[place - 1], self._waiting[place - 1]) if place else (0, 0)
+        if self._walk(place, held, waiting, most) == len(self._kinds):
+            return True
+        self._kinds[time], self._kinds[place] = kind, None
+        self._held[place:], self._waiting[place:] = before
+        return False
+
+    def _shift(self, change: int, kind: int, time: int, place: int, most: int) -> bool:
+        """What an operation does to the count it now does from `place` on, instead of from `time` on."""
+        if change > 0 and max(self._held[place:time]) + change > most:
+            return False
+        self._held[place:time] = [held + change for held in self._held[place:time]]
+        self._kinds[time], self._kinds[place] = None, kind
         return True

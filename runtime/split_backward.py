@@ -76,15 +76,22 @@ class WeightHalf:
             yield from group.weights.values()
 
     def run(self, done: Callable[[Iterable[Tensor]], None] = lambda weights: None) -> None:
-        """Add the gradients to the weights, from the outputs of the stage on. `done` is told of weights whose gradient is complete."""
+        """Add the gradients to the weights, from the outputs of the stage on. `done` is told of weights whose gradient is complete, and which nothing
+        that follows reads.
+        """
         # what passes other branches comes first, while all that was saved is there
         groups = sorted(self._groups, key=lambda group: not group.crosses)
         self._groups = []
         groups.reverse()
+        complete: list[Tensor] = []
         while groups:
             group = groups.pop()  # so that what it holds is free when it is done
             _run(group, whole=self.whole)
-            done(group.weights.values())
+            complete += group.weights.values()
+            if groups and groups[-1].crosses:
+                continue  # who is told may free weights that the next one passes
+            done(complete)
+            complete = []
 
 
 def is_divisible(outputs: Sequence[Tensor]) -> bool:

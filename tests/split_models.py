@@ -21,6 +21,8 @@ __all__ = [
     "plain_between_rows",
     "residual_mlps",
     "residual_mlps_rows",
+    "shared_twice",
+    "shared_twice_rows",
 ]
 
 
@@ -133,4 +135,31 @@ def branching_rows() -> Rows:
     )
 
 
-checkpointed_rows = frozen_between_rows = plain_between_rows = residual_mlps_rows
+class SharedTwice(nn.Module):
+    """Blocks that use a weight of their own twice and are all given one of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((8,), 0.1))
+        self.blocks = nn.ModuleList([TwiceGiven() for _ in range(4)])
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.shift)
+        return nn.functional.mse_loss(x, target)
+
+
+class TwiceGiven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return x + self.linear(torch.tanh(self.linear(x + shift)))
+
+
+def shared_twice() -> nn.Module:
+    return SharedTwice()
+
+
+shared_twice_rows = checkpointed_rows = frozen_between_rows = plain_between_rows = residual_mlps_rows

@@ -312,6 +312,15 @@ def test_weights_are_told_of_as_they_are_complete() -> None:
     assert told == ["two", "two", "norm", "norm", "one", "one"]
 
 
+def test_weights_are_only_told_of_when_nothing_passes_them_any_more() -> None:
+    stage, received, _, outputs, given = parts("weights used twice")
+    names = {id(p): n for n, p in stage.named_parameters()}
+    _, half = backward_input(outputs, given, received)
+    told: list[set[str]] = []
+    half.run(lambda weights: told.append({names[id(w)].split(".")[0] for w in weights}))
+    assert told == [{"one", "norm"}, {"two"}]
+
+
 # --- what cannot be taken apart
 
 

@@ -107,6 +107,7 @@ def test_case_26_torch_itself_is_wrong_unless_nothing_is_given_back(pool: Pool, 
         ("plain_between", "axis pp = 2; axis sh = 2", 2),
         ("checkpointed", "axis pp = 2; axis sh = 2", 2),
         ("checkpointed", "axis dp = 2; axis pp = 2", 1),
+        ("shared_twice", "axis pp = 2; axis sh = 2", 1),
     ],
 )
 def test_models_that_are_hard_to_take_apart_equal_one_process(pool: Pool, model: str, axes: str, virtual: int) -> None:
@@ -114,7 +115,7 @@ def test_models_that_are_hard_to_take_apart_equal_one_process(pool: Pool, model:
         pipelined(4, "one_f_one_b") if virtual == 1 else "pipeline over pp { schedule = interleaved_1f1b(microbatches = 4, virtual = 2) }"
     )
     blocks = (SHARDED if "sh" in axes else "") + schedule
-    objective = "model" if model == "branching" else "mse"
+    objective = "model" if model in ("branching", "shared_twice") else "mse"
     plan = in_halves(compiled(axes, blocks=blocks, model=model, module="tests.split_models", batch=16, objective=objective))
     ours = assemble(plan, reports(pool, plan, steps=2))
     report = compare(ours, oracle(plan, ours), 1e-5)

@@ -90,8 +90,8 @@ def test_the_bubble_is_the_exact_rational(p, m):
 
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(2, 4), st.fractions(Fraction(1, 4), 4), st.fractions(Fraction(1, 4), 4))
-def test_the_formula_of_each_family_equals_the_simulation_for_every_count(p, m, v, forward, backward):
-    for family in SCHEDULES.values():
+def test_the_formula_of_whole_backwards_equals_the_simulation_for_every_count(p, m, v, forward, backward):
+    for family in (f for f in SCHEDULES.values() if not f.split):
         virtual = v if family.virtual else 1
         if family.accepts(p, m, virtual) is None:
             costs = StageCosts.equal(p * virtual, forward, backward, 0)

@@ -28,7 +28,7 @@ from pdsl.lowering.tensor_facts import TensorFacts
 
 __all__ = ["with_tensor_facts"]
 
-_READERS = ("tensor_probe.py", "tensor_trace.py", "tensor_flow.py", "tensor_facts.py", "placed.py", "styles.py")  # as in `facts_cache`
+_READERS = ("tensor_probe.py", "tensor_trace.py", "tensor_flow.py", "tensor_facts.py", "placed.py", "saved.py", "styles.py")  # as in `facts_cache`
 
 
 def with_tensor_facts(spec: Spec, facts: ModelFacts, mesh: Mesh, *, batch: Callable[[], Any], model: Any = None) -> ModelFacts:

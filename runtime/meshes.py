@@ -55,6 +55,7 @@ def _subsets(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
     """The sets of some, but more than one, of a role's axes that layouts use, in one order on all ranks."""
     found = {("shard", layout.shard_axes) for layout in plan.layouts}
     orders = {("tensor", axes) for layout in plan.layouts for _, axes in layout.splits}
+    orders |= {("tensor", plan.facts.tensor.sequence)} if plan.facts.tensor is not None else set()
     found |= {(role, tuple(a.name for a in plan.tensor_axes if a.name in axes)) for role, axes in orders}
     return sorted((role, axes) for role, axes in found if 1 < len(axes) < len(plan.shard_axes if role == "shard" else plan.tensor_axes))
 

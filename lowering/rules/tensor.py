@@ -105,12 +105,25 @@ class LayoutDoesNotFit(Rule):
     needs = frozenset({"shard"})
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
+        yield from self._streams(context)
         for index, rule in enumerate(context.spec.shard):
             yield from self._terms(rule)
             if context.facts is not None and "model" not in context.broken:
                 for term in rule.terms:
                     if isinstance(term, LayoutSlots):
                         yield from self._slots(term, context.taken(index))
+
+    def _streams(self, context: Context) -> Iterator[Diagnostic]:
+        """There is one stream between the layers, so all rules split its sequence over the same axes."""
+        terms = [t for rule in context.spec.shard for t in rule.terms if isinstance(t, LayoutCall) and t.name == "sequence"]
+        for term in terms[1:]:
+            if term.axes != terms[0].axes:
+                words = f"{term_text(terms[0])} in line {terms[0].span.begin.line}" if terms[0].span is not None else term_text(terms[0])
+                yield self.report(
+                    f"the sequence of the stream between the layers is split over one set of axes, and {term_text(term)} is not {words}",
+                    term.span,
+                    help=(f"write {term_text(terms[0])}",),
+                )
 
     def _terms(self, rule: ShardRule) -> Iterator[Diagnostic]:
         alone = next((t for t in rule.terms if isinstance(t, LayoutCall) and t.name == "replicate"), None)

@@ -101,7 +101,19 @@ def _header(plan: Plan, terminal: Terminal) -> list[str]:
         f"  step   batch {job.batch} = {plural(plan.microbatches, 'microbatch', 'microbatches')} x {plural(plan.rows_per_microbatch, 'sample')}"
         + (f" ({plan.rows_per_rank} on each shard rank)" if plan.shard_size > 1 else "")
         + f", {job.optimizer.name}, {plural(job.steps, 'step')}",
+        *_data(plan),
     ]
+
+
+def _data(plan: Plan) -> list[str]:
+    """What is not so by default: a last batch that is not full, held-out data."""
+    told = ["a last batch that is not full is taken as it is"] if plan.job.last == "pad" else []
+    asked = plan.validation
+    if asked is not None:
+        which = "all" if asked.samples is None else f"the first {asked.samples}"
+        often = "after each step" if asked.every == 1 else f"every {asked.every} steps and at the end"
+        told.append(f"held out: {which} of {asked.data.positional[0]}, {often}")
+    return [f"  {'' if i else 'data':5}  {line}" for i, line in enumerate(told)]
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------------------------------

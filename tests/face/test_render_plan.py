@@ -8,8 +8,9 @@ from fractions import Fraction
 import pytest
 from attrs import evolve
 
-from pdsl.lowering.plan import Sharding
+from pdsl.lowering.plan import Sharding, Validation
 from pdsl.lowering.programs import template_timeline
+from pdsl.lowering.spec import CallValue
 from pdsl.render.plan import plan_notes, render_plan
 from pdsl.render.schedule import draw_schedule
 from pdsl.render.svg import schedule_svg
@@ -39,6 +40,18 @@ def screen(plan, terminal=PLAIN):
 @pytest.mark.parametrize("name", PLANS)
 def test_the_screen_of_a_plan(name):
     assert matches_snapshot(f"plan_{name}.txt", screen(PLANS[name]))
+
+
+def test_short_batches_and_held_out_data_are_told_where_there_are_any():
+    plain = PLANS["pp2_fsdp2"]
+    held_out = Validation(CallValue("source", ("data:text",)), 50, 21)
+    lines = screen(evolve(plain, job=evolve(plain.job, last="pad"), validation=held_out)).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("  data "))
+    assert lines[at] == "  data   a last batch that is not full is taken as it is"
+    assert lines[at + 1] == "         held out: the first 21 of data:text, every 50 steps and at the end"
+    each = screen(evolve(plain, validation=evolve(held_out, every=1, samples=None)))
+    assert "  data   held out: all of data:text, after each step\n" in each
+    assert "  data " not in screen(plain)
 
 
 @pytest.mark.parametrize("terminal", [PLAIN, UNICODE, COLOUR], ids=["ascii", "unicode", "colour"])

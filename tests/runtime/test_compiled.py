@@ -39,7 +39,7 @@ def plan_of(axes: dict[str, int], shard: str, memory: str = "", backend: str = "
         ({"pp": 2, "fsdp": 2}, FSDP, "", {"schedule": ONE_F_ONE_B}),
         ({"tp": 2}, TENSOR, "", {}),
     ],
-    ids=lambda v: " ".join(map(str, v.values() if isinstance(v, dict) else [v]))[:30],
+    ids=["one rank", "fsdp", "fsdp, layers again", "fsdp, mlps again", "pp x fsdp", "tp"],
 )
 def test_compiled_layers_are_equal_to_one_process(pool: Pool, axes: dict[str, int], shard: str, memory: str, options: dict[str, Any]):
     plan = plan_of(axes, shard, memory, **options)

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.facts import DrawFacts, LayerKind, ModelFacts, Rowed
@@ -97,9 +99,9 @@ class Draws:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within the block random operations of passes draw by rows."""
+        """Within the block random operations of passes draw by rows. It may be entered again inside, as where a backward computes something again."""
         with ExitStack() as stack:
-            if self._functions:
+            if self._functions and not any(isinstance(m, _Functions) for m in _get_current_function_mode_stack()):
                 stack.enter_context(_Functions(self._functions, self))
             yield
 
@@ -173,10 +175,25 @@ class _Functions(TorchFunctionMode):
         self._draws = draws
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BACKWARDS:
+            return self._backward(func, args, kwargs or {})
         if getattr(func, "__name__", "") not in self._names:
             return func(*args, **(kwargs or {}))
         with _Operations(self._draws), _decomposed(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
+
+    def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A backward within the mode: it may compute parts of a forward again. Of edges of the graph torch asks no mode, of tensors it does."""
+        places = (*args, *(kwargs.get(name) for name in ("tensors", "inputs", "outputs")))
+        found = [leaf for leaf in tree_leaves(places) if isinstance(leaf, Tensor)]
+        if not all(leaf.requires_grad for leaf in found):
+            return func(*args, **kwargs)  # torch has the words for it
+        if func is Tensor.backward:
+            func, args, kwargs = torch.autograd.backward, args[:1], dict(zip(("gradient", *_MORE), args[1:], strict=False)) | kwargs
+            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
+        with self:
+            given = {name: _edges(value) if name in ("tensors", "inputs", "outputs") else value for name, value in kwargs.items()}
+            return func(*map(_edges, args), **given)
 
 
 class _Operations(TorchDispatchMode):
@@ -188,6 +205,18 @@ class _Operations(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draws.draw(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+_BACKWARDS = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
+_MORE = ("retain_graph", "create_graph", "inputs")
+
+
+def _edges(value: Any) -> Any:
+    """Tensors as edges of the graph, in a tuple."""
+    if value is None:
+        return None
+    leaves = tree_leaves(value)
+    return tuple(get_gradient_edge(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
 
 @contextmanager

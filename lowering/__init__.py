@@ -32,6 +32,7 @@ Spec and facts to programs
     crossings                        what crosses from stage to stage, as a rank holds it
     units                            what FSDP2 gathers together, and how often
     program, programs, boxes         one rank's list of actions
+    forward_program                  the same without backwards, for held-out data
     cost, tensor_traffic             what it costs; serial: JSON
 
 From one plan to the next

@@ -16,6 +16,8 @@ unit_ends   how FSDP2 units reduce at the end of such a backward
 gradients   sums across pipelines, overlapped with the backward pass; the global norm
 optimizer   optimizers on local shards, rates
 rows        which samples a step takes, in which order, and which a rank reads
+feed        data sets as sources of these rows: by index, or one after another
+validation  the loss on held-out data, without a trace in what is trained
 session     all of it behind `step(batch)`
 train       the loop over a data set, metrics, progress
 verify      comparison with one process

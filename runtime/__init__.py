@@ -10,6 +10,7 @@ tensor_parallel  which modules are split over tensor axes, and the sequence betw
 tensor_collectives  what tensor ranks exchange, forward and backward
 shard       FSDP2 units on what a rank owns
 exchange    the reduce-scatter that gloo lacks
+compiled    layers compiled with torch.compile
 executor    one program, one step
 split_backward  a backward in two halves: gradients of what a stage received, then those of its weights
 unit_ends   how FSDP2 units reduce at the end of such a backward

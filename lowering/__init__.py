@@ -31,6 +31,7 @@ Spec and facts to programs
     parts, styles                    which part of a dim an axis gives a rank; what split modules take and give
     crossings                        what crosses from stage to stage, as a rank holds it
     units                            what FSDP2 gathers together, and how often
+    composability                    which features work together, what torch does with them, what shows it
     program, programs, boxes         one rank's list of actions
     forward_program                  the same without backwards, for held-out data
     cost, tensor_traffic             what it costs; serial: JSON

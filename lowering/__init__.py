@@ -16,7 +16,7 @@ model to facts
     probe, probe_pass, probe_rows    reading it without weights (the only part that imports torch)
     chain                            from what was seen to layers
     tensor_facts, tensor_reading     what layouts over tensor axes do to a model, kept on disk too
-    tensor_probe, tensor_trace       finding it out: a tensor rank held against the whole model; placed, tensor_flow, saved help
+    probe_tensor, probe_tensor_trace finding it out: a tensor rank held against the whole model; probe_placed, probe_tensor_flow, probe_saved help
     factory                          finding and calling what a spec names
 
 Spec and facts to programs

@@ -28,7 +28,15 @@ from pdsl.lowering.tensor_facts import TensorFacts
 
 __all__ = ["with_tensor_facts"]
 
-_READERS = ("tensor_probe.py", "tensor_trace.py", "tensor_flow.py", "tensor_facts.py", "placed.py", "saved.py", "styles.py")  # as in `facts_cache`
+_READERS = (
+    "tensor_probe.py",
+    "tensor_trace.py",
+    "tensor_flow.py",
+    "tensor_facts.py",
+    "placed.py",
+    "saved.py",
+    "styles.py",
+)  # as in `facts_cache`
 
 
 def with_tensor_facts(spec: Spec, facts: ModelFacts, mesh: Mesh, *, batch: Callable[[], Any], model: Any = None) -> ModelFacts:
@@ -45,7 +53,7 @@ def with_tensor_facts(spec: Spec, facts: ModelFacts, mesh: Mesh, *, batch: Calla
     key = _key(spec, layouts, axes) if model is None else None
     found = _cached(key) if key is not None else None
     if found is None:
-        from pdsl.lowering.tensor_probe import tensor_probe  # loads torch
+        from pdsl.lowering.probe_tensor import tensor_probe  # loads torch
 
         if model is None and spec.model is None:
             raise ModelError("the spec names no model: give one to compile")

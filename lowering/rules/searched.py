@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.lowering.auto import auto_stages, least_memory
-from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.rules.base import Context, Rule, plural
-from pdsl.lowering.searched import searches
+from pdsl.lowering.schedules import SEARCHED
 
 __all__ = ["NoScheduleFits", "StagesOfAuto"]
 
@@ -44,7 +42,14 @@ class NoScheduleFits(Rule):
     def check(self, context: Context) -> Iterable[Diagnostic]:
         spec, mesh, facts, pipeline = context.spec, context.mesh, context.facts, context.spec.pipeline
         limit = spec.cluster.memory
-        if pipeline is None or not searches(pipeline) or mesh is None or facts is None or spec.train is None or limit is None:
+        if (
+            pipeline is None
+            or pipeline.schedule.name not in SEARCHED
+            or mesh is None
+            or facts is None
+            or spec.train is None
+            or limit is None
+        ):
             return
         if (
             mesh.sizing is not None
@@ -52,6 +57,9 @@ class NoScheduleFits(Rule):
             or spec.train.batch % (mesh.batch_parts * spec.train.accumulate * pipeline.microbatches)
         ):
             return
+        from pdsl.lowering.auto import auto_stages, least_memory  # slow to import, and only for specs that search
+        from pdsl.lowering.layouts import parameter_layouts
+
         layouts = parameter_layouts(facts, spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size, axes=mesh.axes)
         of_step = pipeline.microbatches * spec.train.accumulate * mesh.pipelines
         asked = auto_stages(spec, facts, layouts, mesh, positions=context.positions, microbatches=pipeline.microbatches, of_step=of_step)
@@ -105,7 +113,7 @@ class StagesOfAuto(Rule):
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
         pipeline, positions = context.spec.pipeline, context.positions
-        if pipeline is None or not searches(pipeline) or len(pipeline.stages) in (0, positions, 2 * positions):
+        if pipeline is None or pipeline.schedule.name not in SEARCHED or len(pipeline.stages) in (0, positions, 2 * positions):
             return
         written = len(pipeline.stages)
         yield self.report(

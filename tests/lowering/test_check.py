@@ -141,7 +141,7 @@ def test_explain_knows_all_codes_and_no_others():
 
 def test_the_table_has_the_blocks_of_the_language():
     assert list(BLOCKS) == [
-        "cluster", "mesh", "model", "shard", "pipeline", "precision", "memory", "fault_budget", "freeze", "checkpoint", "train"
+        "cluster", "mesh", "model", "shard", "pipeline", "precision", "memory", "fault_budget", "freeze", "checkpoint", "train", "validate",
     ]  # fmt: skip
 
 

@@ -20,16 +20,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from pdsl.grammar.errors import ModelError
 from pdsl.lowering.factory import describe_error, on_path, resolve
 from pdsl.lowering.facts import SINGLE_INPUT, LayerKind, ModelFacts
-from pdsl.lowering.placed import Placement, axes_of, split_placement, whole
 from pdsl.lowering.places import MeshAxis
 from pdsl.lowering.plan import ParameterLayout
 from pdsl.lowering.probe import skeleton, take_rows, taken_entries
 from pdsl.lowering.probe_pass import is_plain_sequential, loss_of, parameter_groups
-from pdsl.lowering.saved import SavedBytes
+from pdsl.lowering.probe_placed import Placement, axes_of, split_placement, whole
+from pdsl.lowering.probe_saved import SavedBytes
+from pdsl.lowering.probe_tensor_flow import flow_back
+from pdsl.lowering.probe_tensor_trace import PartRun, ProblemFound, WholeRun
 from pdsl.lowering.styles import ModuleStyle, is_sequence, module_style, sequence_of, split_axes
 from pdsl.lowering.tensor_facts import SplitInput, TensorFacts, TensorProblem
-from pdsl.lowering.tensor_flow import flow_back
-from pdsl.lowering.tensor_trace import PartRun, ProblemFound, WholeRun
 
 __all__ = ["tensor_probe"]
 

@@ -13,11 +13,11 @@ import pdsl
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.parts import role_axes
-from pdsl.lowering.placed import find_placements, sliced, split_placement, whole
 from pdsl.lowering.places import MeshAxis
 from pdsl.lowering.probe import probe
+from pdsl.lowering.probe_placed import find_placements, sliced, split_placement, whole
+from pdsl.lowering.probe_tensor import tensor_probe
 from pdsl.lowering.tensor_facts import TensorFacts
-from pdsl.lowering.tensor_probe import tensor_probe
 
 TP = MeshAxis("tp", 2, "tensor")
 BATCH = {"x": torch.zeros(3, 4, 8)}

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from pdsl.lowering.placed import axes_of
+from pdsl.lowering.probe_placed import axes_of
+from pdsl.lowering.probe_tensor_trace import Event, PartRun, ProblemFound
 from pdsl.lowering.tensor_facts import TensorProblem
-from pdsl.lowering.tensor_trace import Event, PartRun, ProblemFound
 
 __all__ = ["flow_back"]
 

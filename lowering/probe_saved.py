@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdsl.lowering.facts import ModelFacts
-from pdsl.lowering.tensor_trace import WholeRun
+from pdsl.lowering.probe_tensor_trace import WholeRun
 
 __all__ = ["SavedBytes"]
 

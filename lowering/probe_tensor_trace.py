@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from pdsl.lowering.placed import Placement, axes_of, find_placements, whole
 from pdsl.lowering.places import MeshAxis
+from pdsl.lowering.probe_placed import Placement, axes_of, find_placements, whole
 from pdsl.lowering.tensor_facts import TensorProblem
 
 __all__ = ["Event", "PartRun", "ProblemFound", "WholeRun"]

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdsl.grammar.errors import NotExecuted
 from pdsl.lowering.mesh import SHARD, TENSOR, axis_roles
 from pdsl.lowering.spec import SizeRange, Spec
 
-__all__ = ["pending", "require_executable"]
-
-_STOPPING = ("memory.", "shard")
-
-
-def require_executable(pending: tuple[str, ...]) -> None:
-    """Raises NotExecuted if a run without what is pending would compute other numbers, or need other memory, than the spec says.
-
-    `pending` are the entries of `Plan.pending`. The rest (what is done about losses, freezing, saving) leaves an undisturbed run as it is.
-    """
-    stopping = [text for text in pending if text.startswith(_STOPPING)]
-    if stopping:
-        raise NotExecuted(f"the spec asks for what this version checks and plans but does not execute: {'; '.join(stopping)}")
-
+__all__ = ["pending"]
 
 def pending(spec: Spec) -> Iterator[tuple[str, str]]:
     """What a spec asks for that this version does not execute: dotted path and a few words."""

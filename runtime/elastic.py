@@ -20,7 +20,6 @@ from attrs import astuple, evolve
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.payoff import Gain, gain
-from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.programs import program
 from pdsl.lowering.recovery import Course, Report, Standing, course, is_broken, no_way_back, standing
@@ -69,7 +68,6 @@ class ElasticSession:
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
         on_step: Callable[[StepResult], None] = lambda result: None,
     ) -> None:
-        require_executable(plan.pending)
         if plan.budget is None:
             raise RunError("the plan has no fault budget; an ordinary session runs it")
         self.rank, self.link, self.samples = rank, link, samples

@@ -25,7 +25,6 @@ from typing import IO, Any
 from attrs import frozen
 
 from pdsl.grammar.errors import PeerError, RankError, RunError
-from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.faults import follows_another
 
@@ -128,7 +127,6 @@ def launch(
     the rank that failed first for a reason of its own, RunError if the ranks could not be started. On KeyboardInterrupt every process is ended
     before it goes on.
     """
-    require_executable(plan.pending)
     cores = len(os.sched_getaffinity(0))
     threads = threads or max(1, cores // plan.world_size)
     if log_directory is not None:

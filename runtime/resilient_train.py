@@ -25,8 +25,8 @@ def train_resilient(
     """Train `steps` steps (the plan's own count if None) as one rank, through losses and joins. `resume` begins where the newest
     checkpoint of the spec ends; `faults` are faults on purpose, see `Chaos`.
 
-    Every step is told once by each node, as an event "step" with the fields of a StepResult; so is what happens in between. Raises ModelError, RunError or
-    NotExecuted with a message for the user.
+    Every step is told once by each node, as an event "step" with the fields of a StepResult; so is what happens in between. Raises ModelError or RunError
+    with a message for the user.
     """
     total = plan.job.steps if steps is None else steps
     speaks = rank % plan.ranks_per_node == 0

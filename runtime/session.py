@@ -18,7 +18,6 @@ from torch import nn
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.ownership import owned_parameters
-from pdsl.lowering.pending import require_executable
 from pdsl.lowering.plan import Job, Plan
 from pdsl.lowering.programs import program
 from pdsl.runtime.build import build
@@ -61,7 +60,7 @@ class Session:
 
     `model` replaces the factory of the plan: a module with its weights, or a function that builds one. `optimizer` is a function from
     the local parameters to a torch optimizer that works element by element.
-    Raises RunError if the ranks hold different plans, NotExecuted if the plan asks for what this version cannot run.
+    Raises RunError if the ranks hold different plans.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class Session:
         model: nn.Module | Callable[..., nn.Module] | None = None,
         optimizer: OptimizerFactory | None = None,
     ) -> None:
-        require_executable(plan.pending)
         if store is None and plan.world_size > 1:
             raise RunError(f"a plan of {plan.world_size} ranks needs a store through which they meet")
         self.plan, self.rank = plan, rank

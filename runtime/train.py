@@ -46,7 +46,7 @@ def train_rank(
 ) -> dict[str, Any]:
     """Train `steps` steps (the plan's own count if None) as one rank. Gives the fields of a RunReport as plain data.
 
-    Raises ModelError, RunError or NotExecuted with a message for the user.
+    Raises ModelError or RunError with a message for the user.
     """
     total = plan.job.steps if steps is None else steps
     samples = make_samples(plan)

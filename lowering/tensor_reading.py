@@ -29,12 +29,12 @@ from pdsl.lowering.tensor_facts import TensorFacts
 __all__ = ["with_tensor_facts"]
 
 _READERS = (
-    "tensor_probe.py",
-    "tensor_trace.py",
-    "tensor_flow.py",
+    "probe_tensor.py",
+    "probe_tensor_trace.py",
+    "probe_tensor_flow.py",
     "tensor_facts.py",
-    "placed.py",
-    "saved.py",
+    "probe_placed.py",
+    "probe_saved.py",
     "styles.py",
 )  # as in `facts_cache`
 

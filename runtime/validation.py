@@ -140,16 +140,17 @@ class _Forwards:
         try:
             with in_words(lambda: "at the loss on held-out data", self.plan.silence):
                 totals = self._agreed(sums, rows.samples, coming)
+                if self.executor is not None:
+                    self.executor.settle()
         except PeerFault as error:
-            fault = str(error)
+            totals, fault = None, str(error)
             if self.executor is not None:
                 with suppress(RuntimeError):
                     self.executor.deliver()
-        totals = agree(totals)
+        with in_words(lambda: "at the end of a batch of held-out data", self.plan.silence):
+            totals = agree(totals)
         if totals is None:
             raise PeerFault(fault)
-        if self.executor is not None:
-            self.executor.settle()
         return totals
 
     def _agreed(self, sums: StepSums, samples: int, coming: int) -> Totals:

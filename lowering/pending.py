@@ -9,6 +9,7 @@ from pdsl.lowering.spec import SizeRange, Spec
 
 __all__ = ["pending"]
 
+
 def pending(spec: Spec) -> Iterator[tuple[str, str]]:
     """What a spec asks for that this version does not execute: dotted path and a few words."""
     budget = spec.fault_budget

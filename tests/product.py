@@ -139,27 +139,18 @@ def _pairs(one: Combination) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
     return set(pairs_of(enumerate(one.choices), 2))
 
 
-def combinations(count: int, seed: int = 0, refused: Counter[str] | None = None) -> Iterator[Combination]:
-    """`count` combinations that the checker passes, the same for the same seed; each is, of some drawn at random, the one with most pairs not seen yet.
-
-    `refused` counts, by the code of the rule, those that were met on the way and are refused.
-    """
+def combinations(count: int, seed: int = 0) -> Iterator[Combination]:
+    """`count` combinations, the same for the same seed; each is, of some drawn at random, the one with most pairs not seen yet."""
     draw = random.Random(seed)
     left = _all()
     draw.shuffle(left)
     seen: set[Any] = set()
-    found = 0
-    while left and found < count:
+    for _ in range(min(count, len(left))):
         best = max(left[:60], key=lambda one: len(_pairs(one) - seen))
         left.remove(best)
         draw.shuffle(left)
         seen |= _pairs(best)
-        code = refusal(best)
-        if code is None:
-            found += 1
-            yield best
-        elif refused is not None:
-            refused[code] += 1
+        yield best
 
 
 def refusal(one: Combination) -> str | None:
@@ -247,8 +238,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pool, begin, refused, where, wrong, done = Pool(), time.monotonic(), Counter[str](), Counter[str](), [], 0
     largest: dict[str, float] = dict.fromkeys(TOLERANCE, 0.0)
     try:
-        for one in combinations(options.count, options.seed, refused):
+        for one in combinations(len(_all()), options.seed):
+            if done == options.count:
+                break
             if options.only not in str(one):
+                continue
+            code = refusal(one)
+            if code is not None:
+                refused[code] += 1
                 continue
             done += 1
             try:

@@ -137,7 +137,7 @@ def arguments() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argument
     verify.add_argument("file", metavar="FILE", help="a .pdsl file, or a plan that was written with -o")
     verify.add_argument("--steps", type=_positive, default=3, metavar="N", help="steps to take (default: 3)")
     verify.add_argument(
-        "--tolerance", type=_tolerance, default=1e-5, metavar="X", help="largest relative deviation that passes (default: 1e-5)"
+        "--tolerance", type=_tolerance, metavar="X", help="largest relative deviation that passes (default: 1e-5, in low precision 2e-2)"
     )
     _spec_options(verify)
 

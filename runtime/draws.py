@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -212,10 +212,10 @@ _MORE = ("retain_graph", "create_graph", "inputs")
 
 
 def _edges(value: Any) -> Any:
-    """Tensors as edges of the graph, in a tuple."""
+    """Tensors as edges of the graph, in a tuple; what is an edge already stays one, though it is a tuple too."""
     if value is None:
         return None
-    leaves = tree_leaves(value)
+    leaves = tree_leaves(value, is_leaf=lambda leaf: isinstance(leaf, GradientEdge))
     return tuple(get_gradient_edge(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
 

@@ -42,14 +42,21 @@ def live_names(model: nn.Module, plan: Plan, rank: int) -> dict[str, str]:
     for p in owned_parameters(plan, rank):
         used = _used_names(plan, rank, p)
         found[p.name] = used[0]
+        places = {_place(model, name) for name in used}
         for name in (p.name, *p.aliases):
-            if name in used:
-                continue
-            owner, _, leaf = name.rpartition(".")
-            whole = model.get_submodule(owner)._parameters[leaf]
+            owner, leaf = _place(model, name)
+            if (owner, leaf) in places:
+                continue  # the same module may stand in several layers
+            whole = owner._parameters[leaf]
             if whole is not None:
-                model.get_submodule(owner)._parameters[leaf] = nn.Parameter(whole.detach().to("meta"), requires_grad=whole.requires_grad)
+                owner._parameters[leaf] = nn.Parameter(whole.detach().to("meta"), requires_grad=whole.requires_grad)
     return found
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and what the parameter is called in it."""
+    owner, _, leaf = name.rpartition(".")
+    return model.get_submodule(owner), leaf
 
 
 def _used_names(plan: Plan, rank: int, p: ParameterFacts) -> list[str]:

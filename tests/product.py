@@ -35,7 +35,7 @@ from tests.product_model import OBJECTIVES, decoder, ragged_rows
 __all__ = ["Combination", "check_combination", "combinations", "deviation", "refusal"]
 
 STEPS, BATCH, SEED, LAYERS = 3, 32, 11, 6  # with embedding and head eight layers: a stage each at four positions with two
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+TOLERANCE = {"fp32": 1e-5, "bf16": 4e-2}
 
 _FSDP = 'shard { "**" => fsdp(fsdp) }'
 _SEQUENCE = tensor_rules().replace('  "**" ', '  "layers.*.*_norm.weight" => sequence(tp)\n  "**" ')

@@ -67,5 +67,4 @@ def test_three_hundred_steps_leave_nothing_behind(pool: Pool, schedule: str) -> 
         assert before["flying"] == 0
         grown = {what: after[what] - before[what] for what in before}
         assert grown.pop("bytes") < GROWTH
-        assert grown.pop("files") <= 0  # connections of the start may be closed late
-        assert grown == {"hooks": 0, "tensors": 0, "flying": 0}
+        assert max(grown.values()) <= 0, grown  # what earlier tests of this worker have left may go meanwhile

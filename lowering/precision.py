@@ -11,11 +11,15 @@ a lower one. Other buffers are never cast.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import field, frozen
 
 from pdsl.grammar.patterns import Pattern
-from pdsl.lowering.facts import ModelFacts, ParameterFacts
 from pdsl.lowering.spec import CallValue, PrecisionSpec, Spec
+
+if TYPE_CHECKING:
+    from pdsl.lowering.facts import ModelFacts, ParameterFacts  # a check without model starts without it
 
 __all__ = ["AS_MADE", "FORMATS", "LOW", "RunAs", "applies", "compute_format", "input_format", "keeps_format", "output_format", "sum_format"]
 

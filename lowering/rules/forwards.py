@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from pdsl.grammar.diagnostics import Diagnostic, Severity
 from pdsl.grammar.source import Span
-from pdsl.lowering.facts import LayerKind, Rowed
 from pdsl.lowering.rules.base import Context, Rule, listed, plural, quoted
 from pdsl.lowering.spec import ShardRule
 
@@ -56,6 +55,8 @@ class DrawsAcrossRows(Rule):
     needs_mesh = True
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
+        from pdsl.lowering.facts import Rowed  # a check without model starts without it
+
         assert context.facts is not None
         assert context.mesh is not None
         opaque = [d for d in context.facts.draws if d.rowed is Rowed.OPAQUE]
@@ -188,6 +189,8 @@ class SeenWrites(Rule):
     needs_mesh = True
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
+        from pdsl.lowering.facts import LayerKind  # a check without model starts without it
+
         facts, mesh = context.facts, context.mesh
         assert facts is not None
         assert mesh is not None

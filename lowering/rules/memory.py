@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from pdsl.grammar.diagnostics import Diagnostic
-from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.rules.base import Context, Rule, quoted
 from pdsl.lowering.values import near
+
+if TYPE_CHECKING:
+    from pdsl.lowering.facts import ModelFacts
 
 __all__ = ["NothingToRecompute", "OffloadNeedsAccelerator", "OffloadWithBudget", "Unrepeatable"]
 

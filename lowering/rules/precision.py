@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from pdsl.grammar.diagnostics import Diagnostic, Severity
-from pdsl.lowering.facts import LayerKind, ModelFacts, ParameterFacts
 from pdsl.lowering.precision import LOW, compute_format, input_format
 from pdsl.lowering.rules.base import Context, Rule
 from pdsl.lowering.spec import OriginKind
+
+if TYPE_CHECKING:
+    from pdsl.lowering.facts import ModelFacts, ParameterFacts
 
 __all__ = ["DoesNotRunInFormat", "FormatWithoutEffect", "HalfNeedsScaling", "LowPrecisionSum", "MixedFormatsInUnit"]
 
@@ -228,6 +231,8 @@ def _format_text(context: Context, facts: ModelFacts, p: ParameterFacts) -> str:
 
 def _units(context: Context, facts: ModelFacts) -> Iterator[list[ParameterFacts]]:
     """The trained, sharded parameters that may be gathered together: those of each block, and all others, which may ride in one unit. With groups of blocks all."""
+    from pdsl.lowering.facts import LayerKind  # a check without model starts without it
+
     sharded = [
         p
         for p in facts.parameters

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from pdsl.grammar.diagnostics import Diagnostic, Severity
-from pdsl.lowering.facts import LayerKind
 from pdsl.lowering.rules.base import Context, Rule, plural
 from pdsl.lowering.spec import OriginKind
 
@@ -123,6 +122,8 @@ class GroupTooLarge(Rule):
                 return
 
     def _blocks(self, context: Context) -> Iterator[tuple[str, int]]:
+        from pdsl.lowering.facts import LayerKind  # a check without model starts without it
+
         assert context.facts is not None
         size = {p.name: p.bytes for p in context.facts.parameters if self._sharded(context, p.name)}
         for layer in context.facts.layers:

@@ -1,4 +1,4 @@
-"""Rows of a map-style data set as a batch, with what is wrong with them in the user's words."""
+"""Rows of a data set as a batch, with what is wrong with them in the user's words."""
 
 from __future__ import annotations
 

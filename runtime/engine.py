@@ -13,7 +13,7 @@ from math import sqrt
 from types import MappingProxyType
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from pdsl.grammar.errors import RunError
 from pdsl.lowering.plan import Plan
@@ -95,10 +95,16 @@ class Engine:
         if plan.facts.random or part.statistics.modules:
             made.executor.before_forward = made._begin_forward
         if plan.facts.random:
-            made.draws = _draws(plan, program.rank, groups.device)
-            part.recompute.within = made.draws.active
-            part.runner.before_segment = lambda segment, owned: made.draws.begin_segment(segment, owned=owned) if made.draws else None
+            made.draws = draws = _draws(plan, program.rank, groups.device)
+            part.recompute.within = draws.active
+            part.runner.before_segment = lambda segment, owned: draws.begin_segment(segment, owned=owned)
         return made
+
+    @property
+    def counts(self) -> bool:
+        """Whether the losses of this rank go into sums over all ranks: one of those that compute the same does."""
+        at = self.plan.coordinate(self.program.rank)
+        return at.position == self.plan.template(at.pipeline).stages[-1].position and at.tensor == 0
 
     def close(self) -> None:
         """Let go of the part: another engine may take it over."""
@@ -119,7 +125,7 @@ class Engine:
     def placed(self, share: Share) -> Share:
         """Rows as they are run: on the device of this rank."""
         ready = self.objective.prepared(share)
-        return Share({name: tensor.to(self.groups.device) for name, tensor in ready.batch.items()}, ready.size, ready.counts)
+        return evolve(ready, batch={name: tensor.to(self.groups.device) for name, tensor in ready.batch.items()})
 
     def sum_up(
         self,
@@ -181,11 +187,8 @@ class Engine:
         self, sums: StepSums, squared: float, ids: Mapping[int, Sequence[int]], *, change: bool, seconds: float, saved: int, coming: int
     ) -> Totals:
         """The sums over all ranks, equal to the bit on each: every rank adds the same numbers in the same order."""
-        at = self.plan.coordinate(self.program.rank)
-        last = self.plan.template(at.pipeline).stages[-1].position
-        counts = at.position == last and at.tensor == 0
-        digest = sum(row_hash(i) for part in ids.values() for i in part) & _HASH_MASK if counts else 0
-        loss, tokens = (sums.loss, sums.tokens) if counts else (0.0, 0)
+        digest = sum(row_hash(i) for part in ids.values() for i in part) & _HASH_MASK if self.counts else 0
+        loss, tokens = (sums.loss, sums.tokens) if self.counts else (0.0, 0)
         if self.groups.control is not None:
             numbers = torch.tensor([loss, squared, seconds], dtype=torch.float64).view(torch.int64)
             mine = torch.cat([numbers, torch.tensor([tokens, digest, change, saved, coming], dtype=torch.int64)]).to(self.groups.device)

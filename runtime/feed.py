@@ -37,7 +37,7 @@ class IndexedSamples:
         return step_indices(self._seed, step, self._size, self._batch, pad=self._pad)
 
     def count(self, step: int) -> int:
-        return len(self._order(step))
+        return min(self._batch, self._size - step % self._per_epoch * self._batch)
 
     def consumed(self, steps: int) -> int:
         epochs, index = divmod(steps, self._per_epoch)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch.nn import functional
 
 from pdsl.grammar.errors import ModelError
@@ -58,13 +58,15 @@ class Objective:
         return self.loss.name == "mean" and self.loss.get("over") == "tokens"
 
     def __call__(self, output: Any, share: Share, samples: int) -> WeightedLoss:
-        """The weighted loss of one microbatch in a step of so many samples. One that does not count has the loss 0, and its backward gives zeros."""
+        """The weighted loss of one microbatch, as `prepared` gives it, in a step of so many samples. One that does not count has the loss 0, and its backward
+        gives zeros.
+        """
         loss = self._plain(output, share.batch)
         if not share.counts:
             return WeightedLoss(torch.nan_to_num(loss) * 0.0, 0)
         if self.over_tokens:
             count = token_count(share.batch)
-            return WeightedLoss(loss * count if count else torch.nan_to_num(loss) * 0.0, count)
+            return WeightedLoss(loss * count, count)
         return WeightedLoss(loss * (share.size / samples) if self.loss.name == "mean" else loss, 0)
 
     def prepared(self, share: Share) -> Share:
@@ -72,7 +74,7 @@ class Objective:
         if not self.over_tokens or not share.counts or token_count(share.batch):
             return share
         batch = {name: value.clamp(min=0) if name in TARGETS else value for name, value in share.batch.items()}
-        return Share(batch, share.size, counts=False)
+        return evolve(share, batch=batch, counts=False)
 
     def _plain(self, output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if self.function is not None:

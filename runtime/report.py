@@ -83,8 +83,7 @@ class Reporter:
 
     def ends(self, steps: int) -> None:
         """The data ended before the steps that were asked for were taken."""
-        if steps < self._steps:
-            self.say(f"the data ended after {steps} of {self._steps} steps")
+        self.say(f"the data ended after {steps} of {self._steps} steps")
 
     def step(self, result: StepResult, generation: int | None = None) -> None:
         """Tell one step."""

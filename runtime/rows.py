@@ -126,8 +126,7 @@ def rank_rows(plan: Plan, rank: int) -> dict[int, range]:
 
 def split_batch(batch: Batch, places: Sequence[int], shared: Sequence[str] = ()) -> dict[str, torch.Tensor]:
     """The rows of a global batch that lie in `places`; entries that are shared as they are."""
-    whole = isinstance(places, range) and places.step == 1
-    at = slice(places.start, places.stop) if whole and isinstance(places, range) else list(places)
+    at = slice(places.start, places.stop) if isinstance(places, range) and places.step == 1 else list(places)
     return {name: tensor if name in shared else tensor[at] for name, tensor in batch.items()}
 
 

@@ -154,9 +154,8 @@ class _Forwards:
         return totals
 
     def _agreed(self, sums: StepSums, samples: int, coming: int) -> Totals:
-        at = self.plan.coordinate(self.engine.program.rank)
-        counts = at.position == self.plan.template(at.pipeline).stages[-1].position and at.tensor == 0
-        loss, tokens, groups = (sums.loss if counts else 0.0), (sums.tokens if counts else 0), self.engine.groups
+        loss, tokens = (sums.loss, sums.tokens) if self.engine.counts else (0.0, 0)
+        groups = self.engine.groups
         if groups.control is not None:
             bits = torch.tensor([loss], dtype=torch.float64).view(torch.int64)
             mine = torch.cat([bits, torch.tensor([tokens, coming], dtype=torch.int64)]).to(groups.device)

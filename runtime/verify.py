@@ -148,7 +148,8 @@ def oracle(plan: Plan, ranks: Trace) -> Trace:
         optimizer.zero_grad()
         formats.refresh()
         loss, count = 0.0, 0
-        for piece, share in rows.shares.items():
+        for piece, read in rows.shares.items():
+            share = objective.prepared(read)
             batch = share.batch
             single = plan.facts.sequential or len(plan.facts.inputs) == 0
             draws = row_seeded(model, plan.facts, seed=job.seed, step=step, places=pieces[piece], microbatch=piece)

@@ -8,7 +8,7 @@ from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.ownership import local_bytes, owned_parameters, stages_using, summed_over
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.program import Bucket
-from pdsl.lowering.units import in_root
+from pdsl.lowering.units import root_parameters
 
 __all__ = ["BUCKET_BYTES", "rank_buckets"]
 
@@ -41,13 +41,13 @@ def rank_buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
     for e in entries:
         kinds.setdefault((e.ranks, e.stages, plan.layout(e.parameter.name).sharded, e.parameter.dtype), []).append(e)
 
-    mine = set(plan.stages_of(rank))
+    mine, late = set(plan.stages_of(rank)), root_parameters(plan, rank)
     buckets = []
     for run in kinds.values():
         used = tuple(sorted(mine.intersection(run[0].stages[at.pipeline])))
         for part in _fill(plan, run):
-            late = any(plan.layout(e.parameter.name).sharded and in_root(plan, rank, e.parameter) for e in part)
-            buckets.append(Bucket(tuple(e.parameter.name for e in part), run[0].ranks, tuple(sorted(mine)) if late else used))
+            names = tuple(e.parameter.name for e in part)
+            buckets.append(Bucket(names, run[0].ranks, used if late.isdisjoint(names) else tuple(sorted(mine))))
     return tuple(buckets)
 
 

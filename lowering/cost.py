@@ -328,12 +328,13 @@ def _traffic(plan: Plan, rank: int) -> RankTraffic:
     at = plan.coordinate(rank)
     others = plan.shard_size - 1
     gather = scatter = summed = 0
+    gathered, reduced = gathers(plan, rank), reductions(plan, rank)
     for p in owned_parameters(plan, rank):
         trained = is_trained(plan, p)
         if plan.layout(p.name).sharded:
             padded = _box_numel(plan, p, 0, at.tensor)  # a ring moves shards of equal size: all are padded to the first
-            gather += others * padded * gathers(plan, rank, p) * _computed(plan, p)
-            scatter += others * padded * reductions(plan, rank) * _summed(plan, p) if trained else 0
+            gather += others * padded * gathered[p.name] * _computed(plan, p)
+            scatter += others * padded * reduced * _summed(plan, p) if trained else 0
         if trained:
             size = _box_numel(plan, p, at.shard, at.tensor) * _summed(plan, p)
             summed += ring_all_reduce(size, len(summed_over(plan, p, rank)))

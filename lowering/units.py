@@ -7,14 +7,26 @@ the root while it is small; a large vocabulary is a unit of its own, since whole
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from attrs import frozen
 
 from pdsl.lowering.facts import LayerKind, ParameterFacts
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import Plan
-from pdsl.lowering.schedule import Op
+from pdsl.lowering.schedule import Op, Operation
 
-__all__ = ["Collectives", "collectives", "gathers", "in_root", "owned_layers", "reductions", "root_layers", "unit_groups", "unit_layers"]
+__all__ = [
+    "Collectives",
+    "collectives",
+    "gathers",
+    "owned_layers",
+    "reductions",
+    "root_layers",
+    "root_parameters",
+    "unit_groups",
+    "unit_layers",
+]
 
 
 @frozen
@@ -58,11 +70,6 @@ def _holds(plan: Plan, layer: int, parameter: ParameterFacts) -> bool:
     return any(name.startswith(inside) for name in (parameter.name, *parameter.aliases))
 
 
-def in_root(plan: Plan, rank: int, parameter: ParameterFacts) -> bool:
-    """Whether the root's unit holds a sharded parameter on this rank: it is reduced when the rank's last stage is, not earlier."""
-    return not any(_holds(plan, i, parameter) for i in unit_layers(plan, rank))
-
-
 def unit_layers(plan: Plan, rank: int) -> tuple[int, ...]:
     """Owned layers that are in a unit other than the root's, in order."""
     root = root_layers(plan, rank)
@@ -92,11 +99,15 @@ def _grouped(plan: Plan, layers: list[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(groups)
 
 
-def gathers(plan: Plan, rank: int, parameter: ParameterFacts) -> int:
-    """How often a sharded parameter is gathered in a step: that of the unit that holds it."""
-    layers = unit_layers(plan, rank)
-    at = next((i for i in layers if _holds(plan, i, parameter)), None)
-    return _Gathers(plan, rank).root() if at is None else _Gathers(plan, rank).unit(at)
+def root_parameters(plan: Plan, rank: int) -> frozenset[str]:
+    """The sharded parameters that the root's unit holds on a rank: they are reduced when the rank's last stage is, not earlier."""
+    return frozenset(name for name, layer in _homes(plan, rank).items() if layer is None)
+
+
+def gathers(plan: Plan, rank: int) -> dict[str, int]:
+    """How often each sharded parameter of a rank is gathered in a step: as often as the unit that holds it."""
+    counts = _unit_gathers(plan, rank)
+    return {name: counts[layer] for name, layer in _homes(plan, rank).items()}
 
 
 def reductions(plan: Plan, rank: int) -> int:
@@ -109,51 +120,56 @@ def collectives(plan: Plan, rank: int) -> Collectives:
     """Calls of all-gather and reduce-scatter that a rank makes in a step."""
     if plan.shard_size == 1:
         return Collectives(0, 0)
-    counts = _Gathers(plan, rank)
-    sharded = [p for p in owned_parameters(plan, rank) if plan.layout(p.name).sharded]
-    root = [p for p in sharded if in_root(plan, rank, p)]
-    units = [
-        (group, [p for p in sharded if any(_holds(plan, i, p) for i in group) and p not in root])
-        for groups in unit_groups(plan, rank).values()
-        for group in groups
-    ]
-    gathered = sum(counts.unit(group[0]) for group, held in units if held) + (counts.root() if root else 0)
-    trained = sum(any(p.trainable for p in held) for held in (root, *(held for _, held in units)))
-    return Collectives(gathered, trained * reductions(plan, rank))
+    first = {i: group[0] for groups in unit_groups(plan, rank).values() for group in groups for i in group}
+    homes = _homes(plan, rank)
+    trained: dict[int | None, bool] = {}  # by the first layer of each unit that holds anything
+    for p in (p for p in owned_parameters(plan, rank) if p.name in homes):
+        layer = homes[p.name]
+        unit = first[layer] if layer is not None else None
+        trained[unit] = trained.get(unit, False) or p.trainable
+    counts = _unit_gathers(plan, rank)
+    return Collectives(sum(counts[unit] for unit in trained), sum(trained.values()) * reductions(plan, rank))
 
 
-class _Gathers:
-    """Counts of one rank, from its row of the schedule.
+def _homes(plan: Plan, rank: int) -> dict[str, int | None]:
+    """For each sharded parameter of a rank the layer in whose unit it is, None for the root's."""
+    modules: dict[str, int] = {}
+    layers = unit_layers(plan, rank)
+    for i in layers:
+        for module in plan.facts.layers[i].modules:
+            modules.setdefault(module, i)
+    order = {i: k for k, i in enumerate(layers)}
 
-    Every backward of the rank gives back all that is whole; a unit that stays whole after a forward serves all that comes before the next one.
-    """
+    def home(p: ParameterFacts) -> int | None:
+        names = (name.split(".") for name in (p.name, *p.aliases))
+        around = (".".join(parts[:k]) for parts in names for k in range(1, len(parts)))
+        return min((modules[m] for m in around if m in modules), key=order.__getitem__, default=None)
 
-    def __init__(self, plan: Plan, rank: int) -> None:
-        at = plan.coordinate(rank)
-        self._reshard = plan.reshard
-        self._groups = unit_groups(plan, rank)
-        idle = not plan.pipelines[at.pipeline].microbatches
-        self._row = () if idle else plan.template(at.pipeline).schedule.rows[at.position]
+    return {p.name: home(p) for p in owned_parameters(plan, rank) if plan.layout(p.name).sharded}
 
-    def root(self) -> int:
-        if not self._reshard:
-            return 1 if self._row else 0
-        return self._kept(frozenset(self._groups))
 
-    def unit(self, layer: int) -> int:
-        """Of the unit that a layer belongs to."""
-        if not self._reshard:
-            return 1 if self._row else 0
-        stage, groups = next((s, groups) for s, groups in self._groups.items() if any(layer in g for g in groups))
-        if layer in groups[-1]:
-            return self._kept(frozenset({stage}))
-        return sum(o.stage == stage for o in self._row)
+def _unit_gathers(plan: Plan, rank: int) -> dict[int | None, int]:
+    """How often each unit of a rank is gathered, by its layers, that of the root by None; told by the rank's row of the schedule."""
+    at = plan.coordinate(rank)
+    idle = not plan.pipelines[at.pipeline].microbatches
+    row = () if idle else plan.template(at.pipeline).schedule.rows[at.position]
+    groups = unit_groups(plan, rank)
+    if not plan.reshard:
+        return dict.fromkeys((None, *unit_layers(plan, rank)), 1 if row else 0)
+    found: dict[int | None, int] = {None: _kept(row, groups)}
+    for stage, units in groups.items():
+        each, last = sum(o.stage == stage for o in row), _kept(row, (stage,))
+        for unit in units:
+            found.update(dict.fromkeys(unit, last if unit is units[-1] else each))
+    return found
 
-    def _kept(self, stages: frozenset[int]) -> int:
-        whole, count = False, 0
-        for o in self._row:
-            if o.stage in stages and not whole:
-                whole, count = True, count + 1
-            if o.op is not Op.FORWARD:
-                whole = False
-        return count
+
+def _kept(row: Sequence[Operation], stages: Collection[int]) -> int:
+    """Gathers of a unit that stays whole after forwards of these stages, until the next backward of the rank, which gives back all that is whole."""
+    whole, count = False, 0
+    for o in row:
+        if o.stage in stages and not whole:
+            whole, count = True, count + 1
+        if o.op is not Op.FORWARD:
+            whole = False
+    return count

@@ -1,7 +1,7 @@
 """The step time of a pipeline without its rows: what the simulator gives for a named schedule, fast enough to be asked thousands of times.
 
-Times are in FLOPs of one sample: a forward takes those of its stage, a backward twice as many, each half as many, transfers nothing, as in
-`programs.stage_costs`. GPipe has a closed form. 1F1B is walked along its diagonals, two additions and a comparison for each operation. The rows of other
+Times are in FLOPs of one sample: a forward takes those of its stage, a backward twice as many, each half as many, transfers nothing. That is
+`programs.stage_costs` where nothing is computed again, but for the halves of the first stage, which it does in one. GPipe has a closed form. 1F1B is walked along its diagonals, two additions and a comparison for each operation. The rows of other
 schedules are put once into an order that agrees with every dependency, and then walked for any costs. The tests compare all of them with `simulate`.
 """
 
@@ -65,21 +65,19 @@ def _one_f_one_b(forward: tuple[int, ...], microbatches: int) -> int:
 @lru_cache(maxsize=4096)
 def _simulated(schedule: str, positions: int, forward: tuple[int, ...], microbatches: int) -> int:
     order, slots = _order(schedule, positions, microbatches, len(forward) // positions)
-    ends = [0] * (slots + 1)  # the last one is for needs that an operation does not have
+    ends = [0] * (slots + 1)  # the last one is for operations that need nothing of another stage
     free = [0] * positions
-    for position, stage, twice, slot, first, second in order:
+    for position, stage, twice, slot, need in order:
         end = free[position]
-        if ends[first] > end:  # noqa: PLR1730
-            end = ends[first]
-        if ends[second] > end:  # noqa: PLR1730
-            end = ends[second]
+        if ends[need] > end:  # noqa: PLR1730
+            end = ends[need]
         end += 2 * forward[stage] if twice else forward[stage]
         ends[slot] = free[position] = end
     return max(free)
 
 
-_Step = tuple[int, int, bool, int, int, int]
-"""Position, stage, whether it takes twice a forward, the slot of its result, the slots of what it needs."""
+_Step = tuple[int, int, bool, int, int]
+"""Position, stage, whether it takes twice a forward, the slot of its result, the slot of what it needs of another stage."""
 
 
 @lru_cache(maxsize=128)
@@ -87,9 +85,9 @@ def _order(schedule: str, positions: int, microbatches: int, each: int) -> tuple
     """All operations of a schedule in an order in which each comes after what it needs, and the count of slots."""
     made = SCHEDULES[schedule].build(positions, microbatches, each)
     at = [0] * made.positions
-    done: set[int] = set()
-    found: list[_Step] = []
     none = 3 * made.stages * microbatches
+    done = {none}
+    found: list[_Step] = []
     sleepers: dict[int, int] = {}
     awake = list(range(made.positions))
     while awake:
@@ -97,13 +95,11 @@ def _order(schedule: str, positions: int, microbatches: int, each: int) -> tuple
         row = made.rows[position]
         while at[position] < len(row):
             o = row[at[position]]
-            slot, needs = _slot_and_needs(made, o)
-            missing = next((n for n in needs if n not in done), None)
-            if missing is not None:
-                sleepers[missing] = position  # what a slot gives goes to one position; what its own row gives is there already
+            slot, need = _slot_and_need(made, o, none)
+            if need not in done:
+                sleepers[need] = position  # what a slot gives goes to one position; what its own row gives is there already
                 break
-            first, second = (*needs, none, none)[:2]
-            found.append((position, o.stage, o.op is Op.BACKWARD, slot, first, second))
+            found.append((position, o.stage, o.op is Op.BACKWARD, slot, need))
             done.add(slot)
             at[position] += 1
             if slot in sleepers:
@@ -111,16 +107,16 @@ def _order(schedule: str, positions: int, microbatches: int, each: int) -> tuple
     return tuple(found), none
 
 
-def _slot_and_needs(made: Schedule, o: Operation) -> tuple[int, tuple[int, ...]]:
-    """Slots are forwards, then gradients of inputs, then of weights, by stage and microbatch."""
+def _slot_and_need(made: Schedule, o: Operation, none: int) -> tuple[int, int]:
+    """Slots are forwards, then gradients of inputs, then of weights, by stage and microbatch; `none` stands for no need."""
     m = made.microbatches
     size = made.stages * m
     at = o.stage * m + o.microbatch
     if o.op is Op.FORWARD:
-        return at, (at - m,) if o.stage else ()
+        return at, at - m if o.stage else none
     if o.op is Op.BACKWARD_WEIGHT:
-        return 2 * size + at, ()  # its input half comes before it in its own row
-    return size + at, (size + at + m,) if o.stage + 1 < made.stages else ()
+        return 2 * size + at, none  # its input half comes before it in its own row
+    return size + at, size + at + m if o.stage + 1 < made.stages else none
 
 
 class StepTimes:

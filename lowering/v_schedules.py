@@ -19,13 +19,14 @@ class _Position:
 
     def __init__(self, position: int, positions: int) -> None:
         self._stages = (position, 2 * positions - 1 - position)
-        self._next = {(op, chunk): 0 for op in Op for chunk in (0, 1)}
+        self._next = {(forward, chunk): 0 for forward in (True, False) for chunk in (0, 1)}
         self._waiting: list[Operation] = []
         self.row: _Row = []
 
     def _take(self, op: Op, chunk: int) -> Operation:
-        made = Operation(op, self._stages[chunk], self._next[op, chunk])
-        self._next[op, chunk] += 1
+        way = op is Op.FORWARD, chunk
+        made = Operation(op, self._stages[chunk], self._next[way])
+        self._next[way] += 1
         self.row.append(made)
         return made
 
@@ -34,12 +35,10 @@ class _Position:
 
     def whole(self, chunk: int) -> None:
         """A backward in one piece."""
-        self._next[Op.BACKWARD_INPUT, chunk] = self._next[Op.BACKWARD, chunk] + 1
         self._take(Op.BACKWARD, chunk)
 
     def input_half(self, chunk: int) -> None:
         o = self._take(Op.BACKWARD_INPUT, chunk)
-        self._next[Op.BACKWARD, chunk] = o.microbatch + 1
         self._waiting.append(Operation(Op.BACKWARD_WEIGHT, o.stage, o.microbatch))
 
     def weight_half(self, chunk: int | None = None) -> None:
@@ -53,7 +52,7 @@ class _Position:
 
     def begun(self, chunk: int) -> int:
         """Forwards of a chunk that are written."""
-        return self._next[Op.FORWARD, chunk]
+        return self._next[True, chunk]
 
 
 def _without(rows: list[_Row], microbatches: int) -> tuple[tuple[Operation, ...], ...]:

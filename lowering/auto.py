@@ -26,7 +26,7 @@ from pdsl.lowering.spec import PipelineSpec, Spec
 from pdsl.lowering.stage_memory import StageMemory
 from pdsl.lowering.templates import Fits, balanced_cut, forward_flops
 
-__all__ = ["AutoStages", "auto_stages", "auto_template", "basis_of", "hop_of", "least_memory", "places_for", "splits"]
+__all__ = ["AutoStages", "auto_stages", "auto_template", "basis_of", "least_memory", "no_room"]
 
 _CUT_BY = (("zero_bubble", 1), ("interleaved_zero_bubble", 2), ("zbv", 2))
 """The schedules whose step time breaks ties between even cuts, for one stage, a loop of two and a V."""
@@ -58,21 +58,21 @@ def auto_stages(
         positions=positions,
         microbatches=microbatches,
         rounds=spec.train.accumulate if spec.train is not None else 1,
-        hop=hop_of(spec.pipeline, facts, positions),
-        split=splits(spec, mesh.shard_size),
+        hop=_hop(spec.pipeline, facts, positions),
+        split=_splits(spec, mesh.shard_size),
         memory=stage_memory_of(spec, facts, layouts, mesh, of_step),
         limit=spec.cluster.memory,
     )
 
 
-def hop_of(pipeline: PipelineSpec, facts: ModelFacts, positions: int) -> Fraction:
+def _hop(pipeline: PipelineSpec, facts: ModelFacts, positions: int) -> Fraction:
     """The latency between two positions in FLOPs of one sample: the argument `hop` is a share of what a position computes in a forward, on average."""
     share = pipeline.schedule.get("hop", 0)
     total = sum(layer.flops for layer in facts.layers)
     return Fraction(share) * Fraction(total, positions) if isinstance(share, int | Fraction) else Fraction(0)
 
 
-def splits(spec: Spec, shard_size: int) -> bool:
+def _splits(spec: Spec, shard_size: int) -> bool:
     """Whether backwards may run in halves: not if the spec says no, not where layers are compiled, not where sharded layers are given back or reduced
     between the halves, and not where activations are computed again, which leaves nothing for the second half.
     """
@@ -86,7 +86,7 @@ def splits(spec: Spec, shard_size: int) -> bool:
 # --- stages -------------------------------------------------------------------------------------------------------------------------------
 
 
-def places_for(asked: AutoStages, written: Cut | None = None) -> tuple[tuple[StageCut, ...], ...]:
+def _places(asked: AutoStages, written: Cut | None = None) -> tuple[tuple[StageCut, ...], ...]:
     """The stages of every placement that the layers allow, each once; only those with as many stages as are `written`, if any are.
 
     Where memory is known a cut is taken that leaves room for one microbatch, and one with room for what 1F1B holds, beside the most even one.
@@ -104,12 +104,11 @@ def places_for(asked: AutoStages, written: Cut | None = None) -> tuple[tuple[Sta
 
 
 def _cuts(asked: AutoStages, schedule: str, virtual: int) -> list[Cut]:
-    each = max(1, virtual)
     tests: list[Fits | None] = [None]
     if asked.limit is not None and asked.memory is not None:
         tests += [
-            _room(asked, each, lambda stage, stages: min(asked.microbatches, stages - stage)),
-            _room(asked, each, lambda stage, stages: 1),
+            _room(asked, virtual, lambda stage, stages: min(asked.microbatches, stages - stage)),
+            _room(asked, virtual, lambda stage, stages: 1),
         ]
     cuts = (balanced_cut(asked.facts, asked.positions, schedule=schedule, virtual=virtual, fits=test) for test in tests)
     return list(dict.fromkeys(bounds for bounds in cuts if bounds is not None))
@@ -151,7 +150,7 @@ def least_memory(asked: AutoStages, written: Cut | None = None) -> int | None:
     if memory is None:
         return None
     needs = []
-    for stages in places_for(asked, written):
+    for stages in _places(asked, written):
         each = [0] * asked.positions
         for s in stages:
             each[s.position] += memory.bytes(s.start, s.stop, 1)
@@ -164,7 +163,7 @@ def least_memory(asked: AutoStages, written: Cut | None = None) -> int | None:
 
 def auto_template(asked: AutoStages, written: Cut | None = None) -> Template:
     """The template with the best schedule that the whole search finds. Raises PlanError if the layers allow no placement, or memory no schedule."""
-    places = places_for(asked, written)
+    places = _places(asked, written)
     if not places:
         have = (
             f"{len(written)} stages are written" if written is not None else f"{len(asked.facts.layers)} layers cannot be cut into so many"
@@ -175,10 +174,10 @@ def auto_template(asked: AutoStages, written: Cut | None = None) -> Template:
     try:
         found = search(candidates, asked.microbatches * asked.rounds, hop=asked.hop, rounds=asked.rounds, split=asked.split)
     except NothingFits:
-        raise PlanError(_no_room(asked, written)) from None
+        raise PlanError(no_room(asked.limit, least_memory(asked, written))) from None
     return template_from(places[found.candidate], found, asked.hop)
 
 
-def _no_room(asked: AutoStages, written: Cut | None) -> str:
-    least = least_memory(asked, written)
-    return f"no schedule fits in {asked.limit} bytes of memory: with a single microbatch the fullest position takes {least}"
+def no_room(limit: int | None, least: int | None) -> str:
+    """What is told where memory allows no schedule: the bytes that there are, and those that one microbatch takes on its fullest position."""
+    return f"no schedule fits in {limit} bytes of memory: with a single microbatch the fullest position takes {least}"

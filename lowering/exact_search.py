@@ -59,9 +59,6 @@ class _Search:
 
     def run(self) -> bool:
         """Whether the search came to its end: to that of the tree, or to the lower bound."""
-        return self._visit()
-
-    def _visit(self) -> bool:
         if self.best <= self.goal:
             return True
         if self.left <= 0:
@@ -78,7 +75,7 @@ class _Search:
         choices = self._choices()
         for choice in sorted(choices, key=lambda c: (c.start, -(c.op // self.m), c.op)):
             undo = self._do(choice)
-            finished = self._visit()
+            finished = self.run()
             self._undo(choice, undo)
             if not finished:
                 return False

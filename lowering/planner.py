@@ -155,7 +155,7 @@ def _templates_pass(draft: _Draft) -> _Draft:
 
 def _template(draft: _Draft, positions: int, microbatches: int) -> Template:
     if positions > 1 and searches(draft.spec.pipeline):
-        written = _explicit_cut(draft, len(draft.spec.pipeline.stages)) if draft.spec.pipeline is not None else None
+        written = _explicit_cut(draft, len(draft.spec.pipeline.stages))
         return auto_template(_auto_stages(draft, positions, microbatches), written)
     schedule = _schedule(draft, positions, microbatches)
     bounds = _explicit_cut(draft, schedule.stages) or _balanced_cut(draft, schedule)
@@ -196,11 +196,11 @@ def _auto_stages(draft: _Draft, positions: int, microbatches: int) -> AutoStages
 def _with_bases(draft: _Draft, budget: Budget) -> Budget:
     """The budget with what a search needs for each of its cuts, if schedules are searched for."""
     pipeline = draft.spec.pipeline
-    if pipeline is None or not searches(pipeline):
+    if not searches(pipeline):
         return budget
-    return evolve(
-        budget, bases=tuple(basis_of(_auto_stages(draft, max(at.position for at in s) + 1, pipeline.microbatches), s) for s in budget.cuts)
-    )
+    lengths = (max(stage.position for stage in stages) + 1 for stages in budget.cuts)
+    asked = (_auto_stages(draft, positions, pipeline.microbatches) for positions in lengths)
+    return evolve(budget, bases=tuple(map(basis_of, asked, budget.cuts)))
 
 
 def _explicit_cut(draft: _Draft, stages: int) -> tuple[tuple[int, int], ...] | None:

@@ -7,6 +7,7 @@ that one position may hold several stages. What travels between positions is a `
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum
 from fractions import Fraction
 from typing import Literal, TypeAlias
@@ -28,6 +29,8 @@ __all__ = [
     "Send",
     "Transfer",
     "loop_placement",
+    "peak_activations",
+    "peak_in_flight",
     "repeat",
     "v_placement",
 ]
@@ -49,7 +52,7 @@ class Op(Enum):
     BACKWARD_WEIGHT = "W"
 
 
-_OPERATION = re.compile(r"(\d+)([FBIW])(\d+)")
+_OPERATION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 
 
 @frozen
@@ -164,3 +167,31 @@ def repeat(schedule: Schedule, rounds: int) -> Schedule:
     m = schedule.microbatches
     rows = tuple(tuple(Operation(o.op, o.stage, r * m + o.microbatch) for r in range(rounds) for o in row) for row in schedule.rows)
     return Schedule(schedule.name, schedule.stages, rounds * m, schedule.placement, rows)
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """The most activations, in units of one stage and one microbatch, that each position holds at once.
+
+    One is held from its F to the end of its B, or of its W where the backward is split. It depends on the order of the row alone.
+    """
+    return tuple(int(peak) for peak, _ in peak_activations(schedule, (1,) * schedule.stages))
+
+
+def peak_activations(schedule: Schedule, sizes: Sequence[Number]) -> tuple[tuple[Number, int], ...]:
+    """Per position the largest sum of held activations, and the index in the row of the forward that reaches it first (-1 for an empty row).
+
+    `sizes[stage]` is what one microbatch leaves behind on a stage, in any one unit, such as bytes.
+    """
+    peaks = []
+    for row in schedule.rows:
+        held: Number = 0
+        peak: tuple[Number, int] = (0, -1)
+        for index, o in enumerate(row):
+            if o.op is Op.FORWARD:
+                held = held + sizes[o.stage]
+                if held > peak[0]:
+                    peak = (held, index)
+            elif o.op is not Op.BACKWARD_INPUT:
+                held = held - sizes[o.stage]
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,4 +1,4 @@
-"""What is wrong with the rows of a schedule, and how many activations they hold.
+"""What is wrong with the rows of a schedule.
 
 Findings name position, place in the row and operation, all counted from 0: "position 1, action 6: W of stage 1, microbatch 2 before its I".
 """
@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from attrs import frozen
 
-from pdsl.lowering.schedule import Number, Op, Operation, Schedule
+from pdsl.lowering.schedule import Op, Operation, Schedule
 from pdsl.lowering.schedules import FAMILIES, placed
 from pdsl.lowering.simulate import StageCosts, StuckSchedule, Where, at_action, simulate
 
-__all__ = ["Finding", "check_schedule", "findings_of", "peak_activations", "peak_in_flight"]
+__all__ = ["Finding", "check_schedule", "findings_of"]
 
 
 @frozen
@@ -144,31 +144,3 @@ class _Rows:
                 need = (first, o.stage, o.microbatch)
                 if need in present and need not in done:
                     yield self._at(position, index, o, f" before its {first.value}")
-
-
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most activations, in units of one stage and one microbatch, that each position holds at once.
-
-    One is held from its F to the end of its B, or of its W where the backward is split. It depends on the order of the row alone.
-    """
-    return tuple(int(peak) for peak, _ in peak_activations(schedule, (1,) * schedule.stages))
-
-
-def peak_activations(schedule: Schedule, sizes: Sequence[Number]) -> tuple[tuple[Number, int], ...]:
-    """Per position the largest sum of held activations, and the index in the row of the forward that reaches it first (-1 for an empty row).
-
-    `sizes[stage]` is what one microbatch leaves behind on a stage, in any one unit, such as bytes.
-    """
-    peaks = []
-    for row in schedule.rows:
-        held: Number = 0
-        peak: tuple[Number, int] = (0, -1)
-        for index, o in enumerate(row):
-            if o.op is Op.FORWARD:
-                held = held + sizes[o.stage]
-                if held > peak[0]:
-                    peak = (held, index)
-            elif o.op is not Op.BACKWARD_INPUT:
-                held = held - sizes[o.stage]
-        peaks.append(peak)
-    return tuple(peaks)

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
-from pdsl.lowering.schedule import Op, Operation, Schedule
+from pdsl.lowering.schedule import Op, Operation, Schedule, ScheduleError
 from pdsl.lowering.schedule_check import findings_of
 
 __all__ = ["RowsFile", "read_rows"]
 
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_OPERATION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _COMMUNICATION = re.compile(r"\d+(?:UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 _MOST_CELLS = 2_000_000
 
@@ -103,10 +102,10 @@ def _read(lines: Sequence[Sequence[str]], path: str) -> RowsFile:
 def _operations(cell: str) -> tuple[Operation, ...] | None:
     """The operations of a cell in their order; None if it has another form."""
     overlap = _OVERLAP.fullmatch(cell)
-    texts = [part.strip() for part in overlap[1].split(";")] if overlap else [cell]
-    matches = [_OPERATION.fullmatch(text) for text in texts]
-    found = tuple(Operation(Op(m[2]), int(m[1]), int(m[3])) for m in matches if m is not None)
-    return found if len(found) == len(matches) and found else None
+    try:
+        return tuple(map(Operation.parse, overlap[1].split(";") if overlap else [cell]))
+    except ScheduleError:
+        return None
 
 
 def _unreadable(bad: Sequence[tuple[int, int, str]], cells: int, path: str) -> tuple[str, ...]:

@@ -26,14 +26,13 @@ from pdsl.lowering.loop_schedules import (
     zero_bubble,
     zero_bubble_2,
 )
-from pdsl.lowering.schedule import Op, Schedule, ScheduleError, loop_placement, repeat, v_placement
+from pdsl.lowering.schedule import Schedule, ScheduleError, loop_placement, peak_in_flight, repeat, v_placement
 from pdsl.lowering.simulate import StageCosts, simulate
 from pdsl.lowering.v_patterns import v_half, v_min
 from pdsl.lowering.v_schedules import dualpipe_v, zbv
 
 __all__ = [
     "FAMILIES",
-    "READ",
     "SCHEDULES",
     "SEARCHED",
     "OtherFamily",
@@ -231,13 +230,7 @@ def _patterned(build: Callable[[int, int, int], Schedule]) -> Counts:
 
 @lru_cache(maxsize=1024)
 def _counted(build: Callable[[int, int, int], Schedule], positions: int, microbatches: int) -> int:
-    most = 0
-    for row in build(positions, microbatches, 1).rows:
-        held = 0
-        for o in row:
-            held += {Op.FORWARD: 1, Op.BACKWARD_INPUT: 0}.get(o.op, -1)
-            most = max(most, held)
-    return most
+    return max(peak_in_flight(build(positions, microbatches, 1)))
 
 
 def _held_interleaved(positions: int, microbatches: int, virtual: int) -> int:
@@ -417,8 +410,7 @@ SEARCHED: Mapping[str, OtherFamily] = MappingProxyType(
 )
 """The schedule that has no rows of its own: a plan searches for them, see `search`."""
 
-READ: Mapping[str, OtherFamily] = MappingProxyType({"rows": OtherFamily("rows", "rows of operations from a file", ("file",))})
-"""The schedule whose rows are in a file, see `schedule_rows`."""
-
-FAMILIES: Mapping[str, ScheduleFamily | OtherFamily] = MappingProxyType({**SCHEDULES, **SEARCHED, **READ})
-"""All schedules that the language knows."""
+FAMILIES: Mapping[str, ScheduleFamily | OtherFamily] = MappingProxyType(
+    {**SCHEDULES, **SEARCHED, "rows": OtherFamily("rows", "rows of operations from a file", ("file",))}
+)
+"""All schedules that the language knows. The rows of `rows` are in a file, see `schedule_rows`."""

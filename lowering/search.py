@@ -178,7 +178,6 @@ class _Pool:
         self.bound = lower_bound(problem)
         self.entries: dict[tuple[tuple[int, ...], ...], _Entry] = {}
         self.tried: list[Tried] = []
-        self.starts: list[_Entry] = []
 
     @property
     def best(self) -> _Entry | None:
@@ -218,11 +217,11 @@ class _Pool:
         """Lengthened shorter problems, local search, exact search; until the bound is met."""
         if self.problem.operations > _LONG:
             self._from_shorter()
-        self.starts = sorted(self.entries.values(), key=lambda e: e.key)[:_STARTS]
-        for start in self.starts:
-            if self.starts[0].makespan == self.bound:
+        starts = sorted(self.entries.values(), key=lambda e: e.key)[:_STARTS]
+        for start in starts:
+            if starts[0].makespan == self.bound:
                 return
-            share = 3 if start is self.starts[0] else 1
+            share = 3 if start is starts[0] else 1
             found = improve(self.problem, start.rows, visits=_MOVE_WORK * share // 4, goal=self.bound)
             if found.moves:
                 self.add(f"{start.name}, {found.moves} move{'s' if found.moves > 1 else ''}", found.rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import TypeGuard
 
 from pdsl.grammar.errors import PlanError
 from pdsl.lowering.plan import StageCut, Template
@@ -18,7 +19,7 @@ AUTO = "auto"
 """The name of the schedule that is searched for."""
 
 
-def searches(pipeline: PipelineSpec | None) -> bool:
+def searches(pipeline: PipelineSpec | None) -> TypeGuard[PipelineSpec]:
     """Whether the schedule is searched for."""
     return pipeline is not None and pipeline.schedule.name == AUTO
 

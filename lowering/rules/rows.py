@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from pdsl.grammar.diagnostics import Diagnostic, Severity
 from pdsl.lowering.rules.base import Context, Rule, plural
+from pdsl.lowering.rules.stages import miscounted
 from pdsl.lowering.spec import PipelineSpec, SizeRange
 
 __all__ = ["RowsAgainstMesh", "RowsOfCommunication", "RowsUnsound"]
@@ -90,12 +91,7 @@ class RowsAgainstMesh(Rule):
                 help=(f"axis {pipeline.axis} = {schedule.positions}, or a file with {plural(axis.size, 'row')}",),
             )
         elif pipeline.stages and len(pipeline.stages) != schedule.stages:
-            written = len(pipeline.stages)
-            yield self.report(
-                f"{path} runs {plural(schedule.stages, 'stage')}, {written} {'is' if written == 1 else 'are'} written",
-                pipeline.stages[min(schedule.stages, written - 1)].span,
-                help=(f"list {plural(schedule.stages, 'stage')} in the order of the layers, or write stages = balanced",),
-            )
+            yield miscounted(self, pipeline, f"{path} runs {plural(schedule.stages, 'stage')}", schedule.stages)
 
     def _changing(self, context: Context, pipeline: PipelineSpec) -> Iterator[Diagnostic]:
         assert pipeline.rows is not None

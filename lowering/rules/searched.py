@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pdsl.grammar.diagnostics import Diagnostic
 from pdsl.lowering.rules.base import Context, Rule, plural
+from pdsl.lowering.rules.stages import miscounted
 from pdsl.lowering.schedules import SEARCHED
 
 __all__ = ["NoScheduleFits", "StagesOfAuto"]
@@ -57,7 +58,7 @@ class NoScheduleFits(Rule):
             or spec.train.batch % (mesh.batch_parts * spec.train.accumulate * pipeline.microbatches)
         ):
             return
-        from pdsl.lowering.auto import auto_stages, least_memory  # slow to import, and only for specs that search
+        from pdsl.lowering.auto import auto_stages, least_memory, no_room  # slow to import, and only for specs that search
         from pdsl.lowering.layouts import parameter_layouts
 
         layouts = parameter_layouts(facts, spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size, axes=mesh.axes)
@@ -67,7 +68,7 @@ class NoScheduleFits(Rule):
         if least is None or least <= limit:
             return
         yield self.report(
-            f"no schedule fits in {limit} bytes of memory: with a single microbatch the fullest position takes {least}",
+            no_room(limit, least),
             context.place("cluster.memory", "cluster"),
             f"{limit} bytes{context.by('cluster.memory')}",
             labels=(
@@ -115,10 +116,6 @@ class StagesOfAuto(Rule):
         pipeline, positions = context.spec.pipeline, context.positions
         if pipeline is None or pipeline.schedule.name not in SEARCHED or len(pipeline.stages) in (0, positions, 2 * positions):
             return
-        written = len(pipeline.stages)
-        yield self.report(
-            f"auto runs {positions} or {2 * positions} stages on {plural(positions, 'position')}, {written} {'is' if written == 1 else 'are'} written",
-            pipeline.stages[min(positions, written - 1)].span,
-            labels=context.label(f"mesh.{pipeline.axis}", plural(positions, "position")),
-            help=(f"list {positions} or {2 * positions} stages in the order of the layers, or write stages = balanced",),
-        )
+        on = plural(positions, "position")
+        runs = f"auto runs {positions} or {2 * positions} stages on {on}"
+        yield miscounted(self, pipeline, runs, positions, 2 * positions, labels=context.label(f"mesh.{pipeline.axis}", on))

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from pdsl.grammar.diagnostics import Diagnostic, Label, Severity
 from pdsl.lowering.rules.base import Context, Rule, listed, plural
-from pdsl.lowering.schedules import FAMILIES
+from pdsl.lowering.schedules import FAMILIES, SCHEDULES
 from pdsl.lowering.spec import PipelineSpec
 from pdsl.lowering.values import near
 
 if TYPE_CHECKING:
     from pdsl.lowering.facts import LayerFacts, ModelFacts, ParameterFacts
 
-__all__ = ["StageLayoutAgainstSchedule", "StagesCoverLayers", "TiedOverStages", "stage_of_layers"]
+__all__ = ["StageLayoutAgainstSchedule", "StagesCoverLayers", "TiedOverStages", "miscounted", "stage_of_layers"]
 
 
 def stage_of_layers(pipeline: PipelineSpec, facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
@@ -178,6 +178,20 @@ def _before(owners: tuple[tuple[int, ...], ...], facts: ModelFacts, layer: Layer
     return next((o[0] for o in reversed(owners[:index]) if o), owners[index][0])
 
 
+def miscounted(
+    rule: Rule, pipeline: PipelineSpec, runs: str, *counts: int, labels: tuple[Label, ...] = (), notes: tuple[str, ...] = ()
+) -> Diagnostic:
+    """The finding that another number of stages is written than a schedule `runs`, in words, which is one of `counts`, ascending; at the first stage too many."""
+    written, would_do = len(pipeline.stages), listed(counts, "or")
+    return rule.report(
+        f"{runs}, {written} {'is' if written == 1 else 'are'} written",
+        pipeline.stages[min(counts[0], written - 1)].span,
+        labels=labels,
+        help=(f"list {would_do} {'stage' if counts == (1,) else 'stages'} in the order of the layers, or write stages = balanced",),
+        notes=notes,
+    )
+
+
 class StageLayoutAgainstSchedule(Rule):
     """What it does
         Checks that as many stages are written as the schedule runs on the pipeline axis.
@@ -213,24 +227,24 @@ class StageLayoutAgainstSchedule(Rule):
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
         pipeline = context.spec.pipeline
-        family = FAMILIES.get(pipeline.schedule.name) if pipeline is not None else None
-        if pipeline is None or family is None or not pipeline.stages or family.placement == "free":
+        family = SCHEDULES.get(pipeline.schedule.name) if pipeline is not None else None
+        if pipeline is None or family is None or not pipeline.stages:
             return
-        positions = context.positions
-        each = family.stages_per_position if family.stages_per_position is not None else pipeline.virtual
-        wanted, written = positions * each, len(pipeline.stages)
-        if wanted == written:
+        positions, each = context.positions, family.per_position(pipeline.virtual)
+        wanted = positions * each
+        if wanted == len(pipeline.stages):
             return
         places = _placement(family.placement, positions, each)
         product = f"{pipeline.axis} {positions} x {each} = {wanted}" if each > 1 else f"{pipeline.axis} = {wanted}"
-        yield self.report(
-            f"{pipeline.schedule.name} runs {product} {'stage' if wanted == 1 else 'stages'}, {written} {'is' if written == 1 else 'are'} written",
-            pipeline.stages[min(wanted, written - 1)].span,
+        yield miscounted(
+            self,
+            pipeline,
+            f"{family.name} runs {product} {'stage' if wanted == 1 else 'stages'}",
+            wanted,
             labels=(
                 *context.label(f"mesh.{pipeline.axis}", plural(positions, "position")),
                 *((Label(pipeline.schedule.span, f"{each} on each position"),) if pipeline.schedule.span is not None and each > 1 else ()),
             ),
-            help=(f"list {wanted} stages in the order of the layers, or write stages = balanced",),
             notes=(f"the schedule places them: {places}",) if each > 1 else (),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from pdsl.lowering.search_report import SearchReport, Tried
-from pdsl.render.terminal import Terminal, binary, count, wrapped
+from pdsl.render.terminal import Terminal, binary, count, percent, wrapped
 
 __all__ = ["render_search"]
 
@@ -20,12 +20,12 @@ def render_search(report: SearchReport, terminal: Terminal) -> list[str]:
         parts.append(f"{_where(best)} {count(int(best.makespan))}")
     parts.append(f"chosen {count(int(report.makespan))} FLOPs for a sample ({report.way}; stages in a {report.placement})")
     gap = report.makespan / report.bound - 1 if report.bound else Fraction(0)
-    parts.append(f"lower bound {count(int(report.bound))}" + (": optimal" if report.optimal else f", {_percent(gap)} below"))
+    parts.append(f"lower bound {count(int(report.bound))}" + (": optimal" if report.optimal else f", {percent(gap)} below"))
     lines = wrapped(" | ".join(parts), terminal.width, "  searched: ")
     others = [t for t in report.tried if t.makespan is not None and t != best]
     if others:
         told = ", ".join(
-            f"{_where(t)} +{_percent(t.makespan / report.makespan - 1)}" for t in others[:_MOST_NAMED] if t.makespan is not None
+            f"{_where(t)} +{percent(t.makespan / report.makespan - 1)}" for t in others[:_MOST_NAMED] if t.makespan is not None
         )
         lines += wrapped(
             told + (f", {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""), terminal.width, "  slower:   "
@@ -42,7 +42,3 @@ def render_search(report: SearchReport, terminal: Terminal) -> list[str]:
 def _where(tried: Tried) -> str:
     """The name, with the placement where that does not follow from it."""
     return f"{tried.name} ({tried.placement})" if tried.placement.startswith("stages on") else tried.name
-
-
-def _percent(share: Fraction) -> str:
-    return f"{float(100 * share):.1f} %"

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdsl.lowering import v_patterns
-from pdsl.lowering.schedule import Op, Schedule, ScheduleError
-from pdsl.lowering.schedule_check import check_schedule, peak_in_flight
+from pdsl.lowering.schedule import Op, Schedule, ScheduleError, peak_in_flight
+from pdsl.lowering.schedule_check import check_schedule
 from pdsl.lowering.schedules import SCHEDULES, repeat
 from pdsl.lowering.simulate import StageCosts, simulate
 

@@ -10,9 +10,8 @@ import random
 
 import pytest
 
-from pdsl.lowering.schedule import Op, Operation
+from pdsl.lowering.schedule import Op, Operation, peak_in_flight
 from pdsl.lowering.schedule import Schedule as Rows
-from pdsl.lowering.schedule_check import peak_in_flight
 from pdsl.lowering.schedules import SCHEDULES, one_f_one_b, zero_bubble, zero_bubble_2
 from pdsl.lowering.simulate import StageCosts, simulate
 from tests.optimum import Pipeline, lower_bound, optimum

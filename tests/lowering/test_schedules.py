@@ -7,8 +7,18 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdsl.lowering.schedule import Op, Operation, Schedule, ScheduleError, loop_placement, repeat, v_placement
-from pdsl.lowering.schedule_check import check_schedule, peak_activations, peak_in_flight
+from pdsl.lowering.schedule import (
+    Op,
+    Operation,
+    Schedule,
+    ScheduleError,
+    loop_placement,
+    peak_activations,
+    peak_in_flight,
+    repeat,
+    v_placement,
+)
+from pdsl.lowering.schedule_check import check_schedule
 from pdsl.lowering.schedules import SCHEDULES, gpipe, interleaved_1f1b, one_f_one_b, single
 
 

@@ -13,8 +13,7 @@ from pdsl.lowering.plan import Plan
 from pdsl.lowering.plan_check import check_plan
 from pdsl.lowering.program import ActionKind
 from pdsl.lowering.programs import programs, template_timeline
-from pdsl.lowering.schedule import Op
-from pdsl.lowering.schedule_check import peak_in_flight
+from pdsl.lowering.schedule import Op, peak_in_flight
 from pdsl.lowering.schedules import SCHEDULES, placed
 from pdsl.render.plan import render_plan
 from pdsl.render.schedule import draw_schedule

@@ -15,8 +15,8 @@ from pdsl.lowering.list_schedule import HOLDS, RANKS, list_schedule
 from pdsl.lowering.local_search import fused, improve
 from pdsl.lowering.periods import lengthened, shortened
 from pdsl.lowering.portfolio import named, relatives
-from pdsl.lowering.schedule import Op, ScheduleError, loop_placement, v_placement
-from pdsl.lowering.schedule_check import check_schedule, peak_activations
+from pdsl.lowering.schedule import Op, ScheduleError, loop_placement, peak_activations, v_placement
+from pdsl.lowering.schedule_check import check_schedule
 from pdsl.lowering.schedules import SCHEDULES
 from pdsl.lowering.search import Candidate, NothingFits, placement_text, search
 from pdsl.lowering.search_problem import Problem, problem_of

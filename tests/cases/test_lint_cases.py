@@ -14,6 +14,7 @@ from attrs import frozen
 from pdsl.grammar.diagnostics import Diagnostic, Severity
 from pdsl.grammar.source import Source
 from pdsl.lowering.check import CheckResult, check
+from pdsl.lowering.planner import plan
 from tests.facts import FACTS
 
 FSDP = 'shard { "**" => fsdp(sh) }'
@@ -224,9 +225,15 @@ def test_case_24_stages_that_a_v_schedule_cannot_place(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [f"{FOUR}; ", "stages = balanced; ", ""], ids=["four stages", "balanced", "none"])
-def test_case_24_the_schedule_places_the_stages_by_itself(stages: str) -> None:
-    passes(spec("pp = 2", pipeline=f"{stages}schedule = interleaved_1f1b(microbatches = 4, virtual = 2)"))
-    passes(spec("pp = 2", pipeline=f"{stages}schedule = zbv(microbatches = 4)"))
+@pytest.mark.parametrize(
+    ("schedule", "positions"), [("interleaved_1f1b(microbatches = 4, virtual = 2)", [0, 1, 0, 1]), ("zbv(microbatches = 4)", [0, 1, 1, 0])]
+)
+def test_case_24_the_schedule_places_the_stages_by_itself(stages: str, schedule: str, positions: list[int]) -> None:
+    result = passes(spec("pp = 2", pipeline=f"{stages}schedule = {schedule}"))
+    assert result.spec is not None
+    assert result.mesh is not None
+    (template,) = plan(result.spec, FACTS["gpt"], result.mesh).templates
+    assert [s.position for s in template.stages] == positions
 
 
 @pytest.mark.parametrize(

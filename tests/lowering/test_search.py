@@ -21,6 +21,7 @@ from pdsl.lowering.schedules import SCHEDULES
 from pdsl.lowering.search import Candidate, NothingFits, placement_text, search
 from pdsl.lowering.search_problem import Problem, problem_of
 from pdsl.lowering.simulate import StageCosts, simulate
+from tests.optimum import Pipeline, optimum
 
 Caps = int | tuple[int, ...] | None
 
@@ -172,6 +173,28 @@ def test_auto_finds_the_proven_optimum_of_unequal_stages(f, i, w, m, hop, caps, 
 
 
 # --- what auto promises ----------------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    st.sampled_from([(0, 1), (0, 1, 2), loop_placement(2, 2), v_placement(2)]),
+    st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=4, max_size=4),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.none() | st.integers(2, 5),
+    st.booleans(),
+)
+def test_the_exact_search_agrees_with_an_independent_one(placement, times, m, hop, cap, split):
+    forward, gradient, weight = zip(*times[: len(placement)], strict=True)
+    positions = max(placement) + 1
+    caps = None if cap is None else (cap,) * positions
+    whole = tuple(map(sum, zip(gradient, weight, strict=True)))
+    independent = Pipeline(forward, gradient if split else whole, weight if split else None, placement, m, hop, caps)
+    flat = problem_of(placement, m, StageCosts(forward, gradient, weight), hop=hop, caps=caps, split=split)
+    found = exact_search(flat, nodes=200_000)
+    assert found.proven
+    assert found.makespan is not None
+    assert found.makespan * flat.unit == optimum(independent, 500_000)
 
 
 @st.composite

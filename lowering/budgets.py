@@ -11,8 +11,8 @@ from pdsl.lowering.layouts import parameter_layouts
 from pdsl.lowering.mesh import Mesh, axis_roles, build_mesh
 from pdsl.lowering.plan import Budget, ParameterLayout, StageCut
 from pdsl.lowering.schedules import SCHEDULES
-from pdsl.lowering.spec import CallValue, Quantity, Spec
-from pdsl.lowering.stage_memory import StageMemory, fits_in
+from pdsl.lowering.spec import Spec
+from pdsl.lowering.stage_memory import StageMemory, fits_in, optimizer_states
 from pdsl.lowering.templates import Fits, cuts_for_sizes
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "loses",
     "memory_least",
     "misfit",
-    "optimizer_states",
     "sizing_of",
     "stage_memory_of",
 ]
@@ -196,14 +195,6 @@ def stage_memory_of(
         gathers=spec.pipeline is not None,
         precision=spec.precision,
     )
-
-
-def optimizer_states(optimizer: CallValue) -> int:
-    """Numbers that the optimizer keeps for each element: two moments for adamw, one buffer for sgd with momentum, none without."""
-    if optimizer.name != "sgd":
-        return 2
-    momentum = optimizer.get("momentum", 0)
-    return 1 if (momentum.value if isinstance(momentum, Quantity) else momentum) else 0
 
 
 def _in_memory(spec: Spec) -> str:

@@ -8,18 +8,19 @@ compares plans and cuts and gives the bubble; it is no prediction of seconds.
 from __future__ import annotations
 
 from fractions import Fraction
+from math import prod
 
 from attrs import evolve, frozen
 
 from pdsl.lowering.boxes import box, box_shape
 from pdsl.lowering.crossings import local_layer
-from pdsl.lowering.facts import LayerFacts, ParameterFacts
+from pdsl.lowering.facts import LayerFacts, ParameterFacts, item_bytes
 from pdsl.lowering.ownership import owned_parameters, summed_over
 from pdsl.lowering.plan import Plan, StageCut, Template
 from pdsl.lowering.precision import compute_format, sum_format
 from pdsl.lowering.programs import template_timeline
 from pdsl.lowering.schedule import Op
-from pdsl.lowering.spec import Quantity, Value
+from pdsl.lowering.stage_memory import features_given, optimizer_states
 from pdsl.lowering.tensor_traffic import tensor_traffic, tokens_of
 from pdsl.lowering.units import gathers, reductions, unit_groups
 
@@ -27,7 +28,6 @@ __all__ = [
     "CostReport", "RankMemory", "RankTraffic", "TemplateTime", "boundary_bytes", "cost", "is_trained", "peak_memory", "ring_all_reduce",
 ]  # fmt: skip
 
-_ITEM = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 _FP32 = 4
 
 
@@ -148,19 +148,8 @@ def is_trained(plan: Plan, parameter: ParameterFacts) -> bool:
     return parameter.trainable and min(parameter.layers) >= plan.frozen_layers
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-def _item(dtype: str) -> int:
-    return _ITEM.get(dtype, _FP32)
-
-
 def _box_numel(plan: Plan, p: ParameterFacts, shard: int, tensor: int) -> int:
-    return _numel(box_shape(box(plan, p, shard, tensor)))
+    return prod(box_shape(box(plan, p, shard, tensor)))
 
 
 def _whole_numel(plan: Plan, p: ParameterFacts, tensor: int) -> int:
@@ -171,12 +160,12 @@ def _whole_numel(plan: Plan, p: ParameterFacts, tensor: int) -> int:
 
 def _computed(plan: Plan, p: ParameterFacts) -> int:
     """Bytes of an element in the format that layers compute in."""
-    return _item(compute_format(plan.precision, plan.facts, p))
+    return item_bytes(compute_format(plan.precision, plan.facts, p))
 
 
 def _summed(plan: Plan, p: ParameterFacts) -> int:
     """Bytes of an element of a sum of gradients."""
-    return _item(sum_format(plan.precision, p))
+    return item_bytes(sum_format(plan.precision, p))
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------------------------
@@ -188,9 +177,9 @@ def _memory(plan: Plan, rank: int) -> RankMemory:
     parameters = gradients = elements = 0
     for p in owned:
         size = _box_numel(plan, p, at.shard, at.tensor)
-        parameters += size * _item(p.dtype)
+        parameters += size * item_bytes(p.dtype)
         if is_trained(plan, p):
-            gradients += size * _item(p.dtype)
+            gradients += size * item_bytes(p.dtype)
             elements += size
     activations, boundary = _peaks(plan, plan.template(at.pipeline), at.position)
     waits = plan.offload == "params"  # weights and final gradients then lie on the host, like the optimizer's state
@@ -198,23 +187,11 @@ def _memory(plan: Plan, rank: int) -> RankMemory:
         rank=rank,
         parameters=0 if waits else parameters,
         gradients=0 if waits else gradients,
-        optimizer=_optimizer_states(plan) * elements * _FP32 if plan.offload == "none" else 0,
+        optimizer=optimizer_states(plan.job.optimizer) * elements * _FP32 if plan.offload == "none" else 0,
         activations=activations,
         transient=_transient(plan, rank, owned),
         boundary=boundary,
     )
-
-
-def _optimizer_states(plan: Plan) -> int:
-    """Numbers that the optimizer keeps for each element: two moments for adamw, one buffer for sgd with momentum, none without."""
-    optimizer = plan.job.optimizer
-    if optimizer.name == "sgd":
-        return 1 if _nonzero(optimizer.get("momentum", 0)) else 0
-    return 2
-
-
-def _nonzero(value: Value) -> bool:
-    return bool(value.value if isinstance(value, Quantity) else value)
 
 
 def _peaks(plan: Plan, template: Template, position: int) -> tuple[int, int]:
@@ -226,12 +203,14 @@ def _peaks(plan: Plan, template: Template, position: int) -> tuple[int, int]:
     rows = plan.rows_per_rank
     again = [max(layer.again_bytes for layer in plan.facts.layers[s.start : s.stop]) * rows for s in template.stages]
     saved = [_stage_activation(plan, s) * rows for s in template.stages]
-    between = [_half_bytes(plan, s) * rows if i else 0 for i, s in enumerate(template.stages)]  # the first stage has no input half
+    row = template.schedule.rows[position]
+    halved = {o.stage for o in row if o.op is Op.BACKWARD_INPUT and o.stage}  # the first stage has no input half
+    between = [_half_bytes(plan, s) * rows if i in halved else 0 for i, s in enumerate(template.stages)]
     received = [
         boundary_bytes(local_layer(plan, s.start), rows) if i and _crosses(template, i) else 0 for i, s in enumerate(template.stages)
     ]
     activations = inputs = most_activations = most_inputs = 0
-    for o in template.schedule.rows[position]:
+    for o in row:
         sign = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1, Op.BACKWARD_INPUT: 0}[o.op]
         if o.op is not Op.FORWARD:
             most_activations = max(most_activations, activations + again[o.stage])
@@ -257,24 +236,19 @@ def _stage_activation(plan: Plan, stage: StageCut) -> int:
 
 
 def _half_bytes(plan: Plan, stage: StageCut) -> int:
-    """Bytes for one sample of the gradients that the weights of a stage wait for between the halves of a backward: of all that they gave.
-
-    A matrix gave as many features as it has rows (columns, if it is an embedding), any other weight as many as it has elements; a bias
-    shares what its matrix gave.
-    """
+    """Bytes for one sample of the gradients that the weights of a stage wait for between the halves of a backward: of all that they gave."""
     total = 0
     for p in plan.facts.parameters:
-        if not any(stage.start <= i < stage.stop for i in p.layers) or not is_trained(plan, p) or p.name.endswith(".bias"):
+        if not any(stage.start <= i < stage.stop for i in p.layers) or not is_trained(plan, p):
             continue
         shape = box_shape(box(plan, p, 0, 0)) if not plan.layout(p.name).sharded else p.shape
-        features = shape[-1] if p.module == "Embedding" else shape[0] if len(shape) > 1 else _numel(shape)
-        total += features * tokens_of(plan, p.layers[0]) * _summed(plan, p)
+        total += features_given(p, shape) * tokens_of(plan.facts, p.layers[0]) * _summed(plan, p)
     return total
 
 
 def boundary_bytes(layer: LayerFacts, rows: int, *, gradients: bool = False) -> int:
     """Bytes that cross the boundary into a layer for `rows` samples; only the tensors that get a gradient, if asked for."""
-    return sum(_numel(t.shape(rows)) * _item(t.dtype) for t in layer.inputs if t.differentiable or not gradients)
+    return sum(prod(t.shape(rows)) * item_bytes(t.dtype) for t in layer.inputs if t.differentiable or not gradients)
 
 
 def _transient(plan: Plan, rank: int, owned: tuple[ParameterFacts, ...]) -> int:

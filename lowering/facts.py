@@ -24,6 +24,7 @@ __all__ = [
     "ModelFacts",
     "ParameterFacts",
     "Rowed",
+    "item_bytes",
 ]
 
 SINGLE_INPUT = "input"
@@ -31,6 +32,24 @@ SINGLE_INPUT = "input"
 
 TARGETS = ("targets", "target", "labels", "label")
 """Names of the batch entry that an objective compares the output with; a model that does not take it is called without."""
+
+_ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of an element of a dtype, by torch's name; 4 if it is not known."""
+    return _ITEM_BYTES.get(dtype, 4)
 
 
 class LayerKind(Enum):
@@ -114,7 +133,7 @@ class ParameterFacts:
 
     @property
     def bytes(self) -> int:
-        return self.numel * {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.get(self.dtype, 4)
+        return self.numel * item_bytes(self.dtype)
 
 
 class Rowed(Enum):
@@ -154,21 +173,7 @@ class BufferFacts:
 
     @property
     def item_bytes(self) -> int:
-        return _ITEM_BYTES.get(self.dtype, 4)
-
-
-_ITEM_BYTES = {
-    "float64": 8,
-    "int64": 8,
-    "float32": 4,
-    "int32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
+        return item_bytes(self.dtype)
 
 
 @frozen

@@ -14,18 +14,18 @@ from math import prod
 
 from attrs import frozen
 
-from pdsl.lowering.facts import ModelFacts, ParameterFacts
+from pdsl.lowering.facts import ModelFacts, ParameterFacts, item_bytes
 from pdsl.lowering.parts import parts, role_axes
 from pdsl.lowering.places import MeshAxis
 from pdsl.lowering.plan import ParameterLayout
 from pdsl.lowering.precision import compute_format, sum_format
 from pdsl.lowering.schedules import SCHEDULES
-from pdsl.lowering.spec import PrecisionSpec
+from pdsl.lowering.spec import CallValue, PrecisionSpec, Quantity
 from pdsl.lowering.templates import Fits
+from pdsl.lowering.tensor_traffic import tokens_of
 
-__all__ = ["StageMemory", "fits_in"]
+__all__ = ["StageMemory", "features_given", "fits_in", "optimizer_states"]
 
-_ITEM = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 _FP32 = 4
 
 
@@ -64,17 +64,20 @@ class StageMemory:
         """
         formats = precision or PrecisionSpec()
         per_layer, halves = [0] * len(facts.layers), [0] * len(facts.layers)
+        tokens = [tokens_of(facts, i) for i in range(len(facts.layers))]
         again = []
         for p, layout in zip(facts.parameters, layouts, strict=True):
-            items = (_item(p.dtype), _item(compute_format(formats, facts, p)), _item(sum_format(formats, p)))
-            size = _parameter_bytes(p, layout, *_cut(p, layout, shard, tensor, axes), states, gathers, items)
-            between = _gradients_between(facts, p, layout, _cut(p, layout, shard, tensor, axes)[0]) * rows * items[2]
+            items = (item_bytes(p.dtype), item_bytes(compute_format(formats, facts, p)), item_bytes(sum_format(formats, p)))
+            cut, shards = _cut(p, layout, shard, tensor, axes)
+            size = _parameter_bytes(p, layout, cut, shards, states, gathers, items)
+            waits = p.trainable and p.layers
+            between = features_given(p, p.shape if layout.sharded else cut) * tokens[p.layers[0]] * rows * items[2] if waits else 0
             for layer in p.layers:
                 per_layer[layer] += size
                 halves[layer] += between
             again += [(a, b, size) for a, b in pairwise(p.layers)]
         passing = [layer.activation_bytes * rows for layer in facts.layers]
-        widest = max((sum(prod(t.shape(rows)) * _ITEM.get(t.dtype, _FP32) for t in layer.inputs) for layer in facts.layers), default=0)
+        widest = max((sum(prod(t.shape(rows)) * item_bytes(t.dtype) for t in layer.inputs) for layer in facts.layers), default=0)
         recomputed = max((layer.again_bytes for layer in facts.layers), default=0) * rows
         state, passed = tuple(accumulate(per_layer, initial=0)), tuple(accumulate(passing, initial=0))
         return cls(state, passed, tuple(again), widest, recomputed, tuple(accumulate(halves, initial=0)))
@@ -90,20 +93,21 @@ class StageMemory:
         return self.halves[stop] - self.halves[start] if self.halves else 0
 
 
-def _gradients_between(facts: ModelFacts, p: ParameterFacts, layout: ParameterLayout, cut: Sequence[int]) -> int:
-    """Numbers for one sample of the gradients that a weight waits for after the input half: of all that it gave. As in `cost`, no less."""
-    if not p.trainable or not p.layers or p.name.endswith(".bias"):
+def features_given(p: ParameterFacts, shape: Sequence[int]) -> int:
+    """Numbers that a weight of this shape gives for one row: as many as a matrix has rows (columns, if it is an embedding), or any other weight
+    elements. A bias shares what its matrix gives.
+    """
+    if p.name.endswith(".bias"):
         return 0
-    shape = p.shape if layout.sharded else cut
-    features = shape[-1] if p.module == "Embedding" else shape[0] if len(shape) > 1 else prod(shape)
-    near = sorted(range(1, len(facts.layers)), key=lambda i: (abs(i - p.layers[0]), i))
-    tensors = (next((t for t in facts.layers[i].inputs if t.differentiable and len(t.dims) > 1), None) for i in near)
-    stream = next((t for t in tensors if t is not None), None)
-    return features * (prod(stream.shape(1)[:-1]) if stream is not None else 1)
+    return shape[-1] if p.module == "Embedding" else shape[0] if len(shape) > 1 else prod(shape)
 
 
-def _item(dtype: str) -> int:
-    return _ITEM.get(dtype, _FP32)
+def optimizer_states(optimizer: CallValue) -> int:
+    """Numbers that the optimizer keeps for each element: two moments for adamw, one buffer for sgd with momentum, none without."""
+    if optimizer.name != "sgd":
+        return 2
+    momentum = optimizer.get("momentum", 0)
+    return 1 if (momentum.value if isinstance(momentum, Quantity) else momentum) else 0
 
 
 def _cut(p: ParameterFacts, layout: ParameterLayout, shard: int, tensor: int, axes: Sequence[MeshAxis]) -> tuple[list[int], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from pdsl.lowering.facts import LayerFacts, ParameterFacts
+from pdsl.lowering.facts import LayerFacts, ModelFacts, ParameterFacts, item_bytes
 from pdsl.lowering.ownership import stages_using
 from pdsl.lowering.parts import parts
 from pdsl.lowering.plan import Plan
@@ -13,8 +13,6 @@ from pdsl.lowering.styles import ModuleStyle, module_style
 from pdsl.lowering.tensor_facts import TensorFacts
 
 __all__ = ["tensor_traffic", "tokens_of"]
-
-_ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def tensor_traffic(plan: Plan, rank: int) -> int:
@@ -39,15 +37,15 @@ def tensor_traffic(plan: Plan, rank: int) -> int:
     return round(total * len(plan.pipelines[at.pipeline].microbatches))
 
 
-def tokens_of(plan: Plan, layer: int) -> int:
+def tokens_of(facts: ModelFacts, layer: int) -> int:
     """Rows that one sample gives to the matrices of a layer, read off the nearest boundary."""
-    tensor = _nearest(plan, layer)
+    tensor = _nearest(facts, layer)
     return prod(tensor[:-1]) if tensor else 1
 
 
-def _nearest(plan: Plan, layer: int) -> tuple[int, ...]:
+def _nearest(facts: ModelFacts, layer: int) -> tuple[int, ...]:
     """The shape for one sample of the stream at the boundary next to a layer; () if nothing with more than one dim crosses any."""
-    layers = plan.facts.layers
+    layers = facts.layers
     for i in sorted(range(1, len(layers)), key=lambda i: (abs(i - layer), i)):
         found = next((t for t in layers[i].inputs if t.differentiable and len(t.dims) > 1), None)
         if found is not None:
@@ -65,9 +63,9 @@ class _Module:
         self._embedding = p.module == "Embedding"
         self._outputs, self._inputs = (p.shape[1], p.shape[0]) if self._embedding else p.shape
         self._row = (
-            tokens_of(plan, p.layers[0] if p.layers else 0)
+            tokens_of(plan.facts, p.layers[0] if p.layers else 0)
             * plan.rows_per_rank
-            * _ITEM.get(compute_format(plan.precision, plan.facts, p), 4)
+            * item_bytes(compute_format(plan.precision, plan.facts, p))
         )
 
     def sent(self) -> float:
@@ -107,7 +105,7 @@ def _stream(plan: Plan, layer: int) -> float:
         return 0.0
     here = plan.facts.layers[layer]
     share = _share(parts(plan.tensor_axes, facts.sequence, plan.tensor_size))
-    stream = _nearest(plan, layer)
+    stream = _nearest(plan.facts, layer)
     size = prod(stream) * plan.rows_per_rank * _stream_item(here)
     styled = {n.rpartition(".")[0] for p in plan.facts.parameters if plan.layout(p.name).splits for n in (p.name, *p.aliases)}
     inside = [where for path, where in facts.gathers if path not in styled and any(path.startswith(f"{m}.") for m in here.modules)]
@@ -118,7 +116,7 @@ def _stream(plan: Plan, layer: int) -> float:
 
 
 def _stream_item(layer: LayerFacts) -> int:
-    return next((_ITEM.get(t.dtype, 4) for t in layer.inputs if t.differentiable), 4)
+    return next((item_bytes(t.dtype) for t in layer.inputs if t.differentiable), 4)
 
 
 def _share(ranks: int) -> float:

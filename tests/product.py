@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations as pairs_of
-from math import isnan
 from typing import Any
 
 import torch
@@ -28,14 +27,14 @@ import pdsl
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.rows import step_indices
 from pdsl.runtime.verify import assemble, verify_rank
-from tests.equality import tensor_rules
+from tests.equality import farthest, tensor_rules
 from tests.pool import Pool
 from tests.product_model import OBJECTIVES, decoder, ragged_rows
 
-__all__ = ["Combination", "check_combination", "combinations", "deviation", "refusal"]
+__all__ = ["MESHES", "SCHEDULES", "TOLERANCE", "Combination", "combinations", "deviation", "refusal"]
 
 STEPS, BATCH, SEED, LAYERS = 3, 32, 11, 6  # with embedding and head eight layers: a stage each at four positions with two
-TOLERANCE = {"fp32": 1e-5, "bf16": 4e-2}
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 _FSDP = 'shard { "**" => fsdp(fsdp) }'
 _SEQUENCE = tensor_rules().replace('  "**" ', '  "layers.*.*_norm.weight" => sequence(tp)\n  "**" ')
@@ -203,29 +202,8 @@ def _rank(rank: int, world: int, store: Any, plan: str) -> dict[str, Any]:
 def deviation(pool: Pool, one: Combination) -> tuple[float, str]:
     """The largest relative distance of a loss, a gradient or a weight from one process, and what it is of."""
     plan = pdsl.compile(pdsl.load(one.text()))
-    ours = assemble(plan, pool.run(_rank, plan.world_size, plan.to_json(), deadline=120.0))
-    theirs = one_process(one.loss, one.precision)
-    found = [(abs(a - b) / abs(b), f"loss of step {i}") for i, (a, b) in enumerate(zip(ours.losses, theirs["losses"], strict=True))]
-    for step, gradients in enumerate(theirs["gradients"]):
-        found += _distances(ours.gradients[step], gradients, f"gradient in step {step}")
-    found += _distances(ours.weights[-1], theirs["weights"], "weight")
-    return max(found)
-
-
-def _distances(ours: Any, theirs: dict[str, Tensor], what: str) -> list[tuple[float, str]]:
-    if set(ours) != set(theirs):
-        return [(float("inf"), f"{what}: {min(set(ours) ^ set(theirs))} on one side only")]
-    return [(_or_infinite(float((ours[n].float() - t).norm() / t.norm())), f"{what} of {n}") for n, t in theirs.items()]
-
-
-def _or_infinite(distance: float) -> float:
-    return float("inf") if isnan(distance) else distance
-
-
-def check_combination(pool: Pool, one: Combination) -> None:
-    """Raises AssertionError with what is farthest off."""
-    distance, what = deviation(pool, one)
-    assert distance <= TOLERANCE[one.precision], f"{one}: {what} is off by {distance:.2e}"
+    ranks = pool.run(_rank, plan.world_size, plan.to_json(), deadline=120.0)
+    return farthest(assemble(plan, ranks), one_process(one.loss, one.precision))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

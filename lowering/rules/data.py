@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pdsl.grammar.diagnostics import Diagnostic, Severity
 from pdsl.lowering.rules.base import Context, Rule, listed, plural, quoted
+from pdsl.lowering.rules.forwards import written_buffers
 
 __all__ = ["HeldOutUnreadable", "NoTarget", "StandInsWrite", "TooLittleData", "ValidatedOnTraining"]
 
@@ -171,11 +172,11 @@ class StandInsWrite(Rule):
     needs_facts = True
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
-        train, facts, pipeline = context.spec.train, context.facts, context.spec.pipeline
-        if train is None or facts is None or train.last != "pad":
+        train, pipeline = context.spec.train, context.spec.pipeline
+        if train is None or train.last != "pad":
             return
         microbatches = (pipeline.microbatches if pipeline is not None else 1) * train.accumulate
-        own = [b.name for b in facts.updated if b.name.rpartition(".")[0] not in facts.statistics]
+        own = written_buffers(context)
         if not own or microbatches == 1:
             return
         yield self.report(

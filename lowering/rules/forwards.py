@@ -9,7 +9,21 @@ from pdsl.grammar.source import Span
 from pdsl.lowering.rules.base import Context, Rule, listed, plural, quoted
 from pdsl.lowering.spec import ShardRule
 
-__all__ = ["BatchStatistics", "BufferOfAParameter", "DrawsAcrossRows", "OverlappingParameters", "SeenWrites", "UpdatedBuffers"]
+__all__ = [
+    "BatchStatistics",
+    "BufferOfAParameter",
+    "DrawsAcrossRows",
+    "OverlappingParameters",
+    "SeenWrites",
+    "UpdatedBuffers",
+    "written_buffers",
+]
+
+
+def written_buffers(context: Context) -> list[str]:
+    """Names of the buffers that the forward writes, other than running means and variances."""
+    facts = context.facts
+    return [] if facts is None else [b.name for b in facts.updated if b.name.rpartition(".")[0] not in facts.statistics]
 
 
 def _model(context: Context) -> Span | None:
@@ -146,7 +160,7 @@ class UpdatedBuffers(Rule):
         facts, mesh = context.facts, context.mesh
         assert facts is not None
         assert mesh is not None
-        own = [b.name for b in facts.updated if b.name.rpartition(".")[0] not in facts.statistics]
+        own = written_buffers(context)
         again = [n for n in own if n.startswith(tuple(f"{m}." for m in facts.recomputed))]
         parts = mesh.pipelines * mesh.shard_size
         if own and (parts > 1 or mesh.sizing is not None):

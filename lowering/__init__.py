@@ -25,7 +25,8 @@ Spec and facts to programs
     loop_schedules, v_schedules      their rows; v_patterns, schedule_rows: of those that hold little, and from a file
     simulate, transfers, makespan    when what happens, what is sent in which order; schedule_check, deadlock look for mistakes
     auto, searched                   plans whose schedule is searched for, whole or anew after a loss; search_report is what they keep of it
-    search, search_problem           the search; portfolio, list_schedule, local_search, exact_search, periods find candidates, bounds the end
+    search, search_problem           the search; portfolio, list_schedule, local_search, exact_search, periods find candidates, bounds the end;
+                                     frontier: what can come next
     plan, planner, ownership         who holds what and who does what
     plan_check                       what is wrong with a plan that came from a file
     parts, styles                    which part of a dim an axis gives a rank; what split modules take and give

@@ -1,6 +1,6 @@
 """The best schedule of a small problem, with a proof: branch and bound over the order of operations.
 
-Microbatches are alike, so each stage may run them in their order; a state is then a count of F, I and W per stage, with the times that still matter.
+Each stage runs its microbatches in their order; a state is then a count of F, I and W per stage, with the times that still matter.
 Depth first, on the position whose next operation could be over first (Giffler and Thompson): every order that a best schedule may have is tried, as
 one that leaves a gap for an operation which would fit into it is never better. Only if several stages share a cap, or the halves of a backward
 take memory between them, such a gap may pay, and all positions are branched on. Bounds cut off what cannot be better, a table of states what cannot be different.
@@ -11,7 +11,8 @@ from __future__ import annotations
 from attrs import frozen
 
 from pdsl.lowering.bounds import lower_bound, paths_of
-from pdsl.lowering.search_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Ops, Problem
+from pdsl.lowering.frontier import Frontier
+from pdsl.lowering.search_problem import Ops, Problem
 
 __all__ = ["Exact", "exact_search"]
 
@@ -36,24 +37,14 @@ class _Choice:
     op: int
 
 
-class _State:
-    """How far everything is. `ends[kind][stage]` are the ends of F and I (or B) in the order of microbatches."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.done = [[0] * problem.stages for _ in range(3)]
-        self.ends: list[list[list[int]]] = [[[] for _ in range(problem.stages)] for _ in range(2)]
-        self.free = [0] * problem.positions
-        self.held = [0] * problem.positions
-        self.order: list[tuple[int, int]] = []
-
-
 class _Search:
     def __init__(self, problem: Problem, best: int, nodes: int) -> None:
         self.problem, self.paths = problem, paths_of(problem)
         self.best, self.rows, self.left = best, None, nodes  # type: int, Ops | None, int
         self.goal = lower_bound(problem)
         self.m, self.last = problem.microbatches, problem.stages - 1
-        self.state = _State(problem)
+        self.front = Frontier(problem)
+        self.order: list[tuple[int, int]] = []
         self.labels: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self.everywhere = problem.caps is not None and (problem.stages > problem.positions or any(problem.halves))
 
@@ -64,9 +55,9 @@ class _Search:
         if self.left <= 0:
             return False
         self.left -= 1
-        state = self.state
-        if sum(state.done[WEIGHT]) == self.problem.size:
-            latest = max(state.free)
+        front = self.front
+        if front.finished:
+            latest = max(front.free)
             if latest < self.best:
                 self.best, self.rows = latest, self._rows()
             return True
@@ -74,9 +65,12 @@ class _Search:
             return True
         choices = self._choices()
         for choice in sorted(choices, key=lambda c: (c.start, -(c.op // self.m), c.op)):
-            undo = self._do(choice)
+            before = front.free[choice.position]
+            front.take(choice.op, choice.end)
+            self.order.append((choice.position, choice.op))
             finished = self.run()
-            self._undo(choice, undo)
+            self.order.pop()
+            front.undo(choice.op, before)
             if not finished:
                 return False
         return True
@@ -91,59 +85,12 @@ class _Search:
         return [c for c in found if c.position == first.position and (c.start < first.end or c is first)]
 
     def _ready(self, position: int) -> list[_Choice]:
-        problem, state, m = self.problem, self.state, self.m
-        forwards, inputs, weights = state.done
-        free, found = state.free[position], []
-
-        def add(ready: int, op: int) -> None:
-            begin = max(free, ready)
-            found.append(_Choice(begin, begin + problem.durations[op], position, op))
-
-        for s in problem.stages_at[position]:
-            i = forwards[s]
-            room = problem.caps is None or state.held[position] + problem.sizes[s] <= problem.caps[position]
-            if room and i < m and (s == 0 or forwards[s - 1] > i):
-                add(state.ends[0][s - 1][i] + problem.lags[s] if s else 0, s * m + i)
-            i = inputs[s]
-            half = problem.split and (problem.caps is None or state.held[position] + problem.halves[s] <= problem.caps[position])
-            if i < forwards[s] and (s == self.last or inputs[s + 1] > i) and (half or weights[s] == i):
-                kind = INPUT if half else BACKWARD
-                add(state.ends[1][s + 1][i] + problem.lags[s + 1] if s < self.last else 0, kind * problem.size + s * m + i)
-            i = weights[s]
-            if i < inputs[s]:
-                add(0, WEIGHT * problem.size + s * m + i)
-        return found
-
-    def _do(self, choice: _Choice) -> int:
-        """Start an operation; returns when its position was free before."""
-        state, position = self.state, choice.position
-        kind, at = divmod(choice.op, self.problem.size)
-        stage = at // self.m
-        before = state.free[position]
-        state.free[position] = choice.end
-        state.held[position] += self.problem.holds[choice.op]
-        state.order.append((position, choice.op))
-        for k in (INPUT, WEIGHT) if kind == BACKWARD else (kind,):
-            state.done[k][stage] += 1
-        if kind != WEIGHT:
-            state.ends[0 if kind == FORWARD else 1][stage].append(choice.end)
-        return before
-
-    def _undo(self, choice: _Choice, before: int) -> None:
-        state, position = self.state, choice.position
-        kind, at = divmod(choice.op, self.problem.size)
-        stage = at // self.m
-        state.free[position] = before
-        state.held[position] -= self.problem.holds[choice.op]
-        state.order.pop()
-        for k in (INPUT, WEIGHT) if kind == BACKWARD else (kind,):
-            state.done[k][stage] -= 1
-        if kind != WEIGHT:
-            state.ends[0 if kind == FORWARD else 1][stage].pop()
+        durations = self.problem.durations
+        return [_Choice(begin, begin + durations[op], position, op) for begin, op in self.front.ready(position)]
 
     def _rows(self) -> Ops:
         rows: Ops = [[] for _ in range(self.problem.positions)]
-        for position, op in self.state.order:
+        for position, op in self.order:
             rows[position].append(op)
         return rows
 
@@ -151,33 +98,33 @@ class _Search:
 
     def _earliest(self) -> tuple[list[int], list[int]]:
         """No next F, and no next I, of a stage starts earlier than this."""
-        problem, state = self.problem, self.state
-        forwards, inputs, _ = state.done
+        problem, front = self.problem, self.front
+        forwards, inputs, _ = front.done
         f, g = [0] * problem.stages, [0] * problem.stages
         for s, position in enumerate(problem.placement):
             i, ready = forwards[s], 0
             if s and i < self.m:
-                known = state.ends[0][s - 1][i] if forwards[s - 1] > i else f[s - 1] + problem.forward[s - 1]
+                known = front.ends[0][s - 1][i] if forwards[s - 1] > i else f[s - 1] + problem.forward[s - 1]
                 ready = known + problem.lags[s]
-            f[s] = max(state.free[position], ready)
+            f[s] = max(front.free[position], ready)
         for s in reversed(range(problem.stages)):
             i, ready = inputs[s], 0
             if i == self.m:
                 continue
             if s < self.last:
-                known = state.ends[1][s + 1][i] if inputs[s + 1] > i else g[s + 1] + self.paths.gradient[s + 1]
+                known = front.ends[1][s + 1][i] if inputs[s + 1] > i else g[s + 1] + self.paths.gradient[s + 1]
                 ready = known + problem.lags[s + 1]
             if forwards[s] == i:
                 ready = max(ready, f[s] + problem.forward[s])
-            g[s] = max(state.free[problem.placement[s]], ready)
+            g[s] = max(front.free[problem.placement[s]], ready)
         return f, g
 
     def _bound(self) -> int:
         """No end of the step from here on is earlier."""
-        problem, paths, state, m = self.problem, self.paths, self.state, self.m
-        forwards, inputs, weights = state.done
+        problem, paths, front, m = self.problem, self.paths, self.front, self.m
+        forwards, inputs, weights = front.done
         f, g = self._earliest()
-        latest = max(state.free)
+        latest = max(front.free)
         for s in range(problem.stages):
             if forwards[s] < m:
                 ends = f[s] + (m - forwards[s]) * problem.forward[s]
@@ -189,7 +136,7 @@ class _Search:
             left_g = sum((m - inputs[s]) * paths.gradient[s] for s in stages)
             left_w = sum((m - weights[s]) * paths.weight[s] for s in stages)
             arrives = min((g[s] for s in stages if inputs[s] < m), default=None)
-            free = state.free[position]
+            free = front.free[position]
             if arrives is None:
                 latest = max(latest, free + left_w)
                 continue
@@ -203,14 +150,14 @@ class _Search:
 
     def _dominated(self) -> bool:
         """Whether the same operations were all done before no later in everything that still matters; if not, remember them."""
-        state = self.state
-        forwards, inputs, weights = state.done
-        label = list(state.free)
+        front = self.front
+        forwards, inputs, weights = front.done
+        label = list(front.free)
         for s in range(self.problem.stages):
             if s < self.last:
-                label += state.ends[0][s][forwards[s + 1] :]
+                label += front.ends[0][s][forwards[s + 1] :]
             if s:
-                label += state.ends[1][s][inputs[s - 1] :]
+                label += front.ends[1][s][inputs[s - 1] :]
         made = tuple(label)
         known = self.labels.setdefault((*forwards, *inputs, *weights), [])
         if any(all(a <= b for a, b in zip(old, made, strict=True)) for old in known):

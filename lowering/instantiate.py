@@ -15,7 +15,8 @@ from pdsl.lowering.coverage import pipeline_counts, usable
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.makespan import StepTimes
 from pdsl.lowering.plan import Budget
-from pdsl.lowering.searched import AUTO, stand_in
+from pdsl.lowering.schedules import SEARCHED
+from pdsl.lowering.searched import stand_in
 from pdsl.lowering.templates import forward_flops
 
 __all__ = ["Assignment", "deal", "instantiate", "step_time_of"]
@@ -94,7 +95,7 @@ def _counts(budget: Budget, nodes: int, at_least: int, at_most: int) -> range:
 def _times(budget: Budget, facts: ModelFacts) -> dict[int, StepTimes]:
     """Step times of the template of each size."""
     positions = {n: max(s.position for s in budget.cut(n)) + 1 for n in budget.sizes}
-    families = {n: stand_in(budget.cut(n)) if budget.schedule == AUTO else budget.schedule for n in budget.sizes}
+    families = {n: stand_in(budget.cut(n)) if budget.schedule in SEARCHED else budget.schedule for n in budget.sizes}
     return {n: StepTimes(families[n], positions[n], forward_flops(facts, budget.cut(n))) for n in budget.sizes}
 
 

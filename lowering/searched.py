@@ -8,20 +8,18 @@ from typing import TypeGuard
 
 from pdsl.grammar.errors import PlanError
 from pdsl.lowering.plan import StageCut, Template
+from pdsl.lowering.schedules import SEARCHED
 from pdsl.lowering.search import Candidate, Found, NothingFits, placement_text, search
 from pdsl.lowering.search_report import ScheduleBasis, SearchReport
 from pdsl.lowering.simulate import flop_costs
 from pdsl.lowering.spec import PipelineSpec
 
-__all__ = ["AUTO", "candidate_of", "searched_template", "searches", "stand_in", "template_from"]
-
-AUTO = "auto"
-"""The name of the schedule that is searched for."""
+__all__ = ["candidate_of", "searched_template", "searches", "stand_in", "template_from"]
 
 
 def searches(pipeline: PipelineSpec | None) -> TypeGuard[PipelineSpec]:
     """Whether the schedule is searched for."""
-    return pipeline is not None and pipeline.schedule.name == AUTO
+    return pipeline is not None and pipeline.schedule.name in SEARCHED
 
 
 def searched_template(stages: Sequence[StageCut], basis: ScheduleBasis, microbatches: int, rounds: int = 1) -> Template:

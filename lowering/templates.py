@@ -19,8 +19,8 @@ from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.makespan import makespan
 from pdsl.lowering.plan import Budget, StageCut, Template
 from pdsl.lowering.schedule import Operation, Schedule, ScheduleError
-from pdsl.lowering.schedules import SCHEDULES, Placement, placed, single
-from pdsl.lowering.searched import AUTO, searched_template
+from pdsl.lowering.schedules import SCHEDULES, SEARCHED, Placement, placed, single
+from pdsl.lowering.searched import searched_template
 
 __all__ = ["Fits", "balanced_cut", "cuts_for_sizes", "forward_flops", "rescheduled_cut", "schedule_for", "stage_cuts", "template_of"]
 
@@ -78,7 +78,7 @@ def template_of(budget: Budget, nodes: int, microbatches: int, rounds: int = 1) 
 
 def rescheduled_cut(budget: Budget, stages: tuple[StageCut, ...], microbatches: int, rounds: int = 1) -> Template:
     """The template of stages, which must be among the cuts of a budget whose schedule is searched for, for another count of microbatches."""
-    if budget.schedule == AUTO:
+    if budget.schedule in SEARCHED:
         return searched_template(stages, budget.bases[budget.cuts.index(stages)], microbatches, rounds)
     positions = max(s.position for s in stages) + 1
     return Template(stages, schedule_for(budget.schedule, positions, len(stages) // positions, microbatches, rounds))

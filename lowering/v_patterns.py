@@ -194,15 +194,15 @@ class _Room:
         for kind, places in enumerate(row):
             for time in places:
                 self._kinds[time] = kind
-        self._held: list[int] = []
-        self._waiting: list[int] = []  # weight halves, after each time
-        self._walk(0, 0, 0, len(self._kinds))
+        self._held = [0] * len(self._kinds)
+        self._waiting = [0] * len(self._kinds)  # weight halves, after each time
+        self._walk(0, len(self._kinds))
         self.most = max(self._held)
 
-    def _walk(self, start: int, held: int, waiting: int, most: int) -> int:
-        """Counts on from a time to the end, or to where more than `most` are held; returns how far that is."""
-        explicit, known = self._explicit, len(self._held)
-        holds, waits = self._held, self._waiting
+    def _walk(self, start: int, most: int) -> bool:
+        """Counts anew from a time to the end, or to where more than `most` are held; returns whether there is no such time."""
+        explicit, holds, waits = self._explicit, self._held, self._waiting
+        held, waiting = (holds[start - 1], waits[start - 1]) if start else (0, 0)
         for at in range(start, len(self._kinds)):
             kind = self._kinds[at]
             if kind is None:
@@ -212,18 +212,14 @@ class _Room:
             elif kind <= _BACK:
                 held += 1
                 if held > most:
-                    return at
+                    return False
             elif kind == _WEIGHT:
                 held -= 1
                 waiting -= 1
             else:
                 waiting += 1
-            if at >= known:
-                holds.append(held)
-                waits.append(waiting)
-            else:
-                holds[at], waits[at] = held, waiting
-        return len(self._kinds)
+            holds[at], waits[at] = held, waiting
+        return True
 
     def move(self, kind: int, time: int, earliest: int, most: int) -> int:
         """Moves an operation to the first free time from `earliest` on at which no more than `most` activations are held, and says which; it may stay."""
@@ -237,8 +233,7 @@ class _Room:
             return self._shift({_THERE: 1, _BACK: 1, _WEIGHT: -1}.get(kind, 0), kind, time, place, most)
         before = self._held[place:], self._waiting[place:]
         self._kinds[time], self._kinds[place] = None, kind
-        held, waiting = (self._held[place - 1], self._waiting[place - 1]) if place else (0, 0)
-        if self._walk(place, held, waiting, most) == len(self._kinds):
+        if self._walk(place, most):
             return True
         self._kinds[time], self._kinds[place] = kind, None
         self._held[place:], self._waiting[place:] = before

@@ -129,6 +129,11 @@ class Context:
         """The axes of `fsdp(...)` in a rule."""
         return tuple(a for t in rule.terms if getattr(t, "name", "") == "fsdp" for a in getattr(t, "axes", ()))
 
+    def is_sharded(self, parameter: str) -> bool:
+        """Whether the rule that decides a parameter's layout has `fsdp(...)`."""
+        index = self.decided.get(parameter)
+        return index is not None and bool(self.sharded(self.spec.shard[index]))
+
 
 class Rule:
     """One rule. The docstring has the headings that `explain` prints. `needs` are blocks that must be sound, `needs_facts`, `needs_mesh` and

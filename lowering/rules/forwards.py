@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pdsl.grammar.diagnostics import Diagnostic, Severity
 from pdsl.grammar.source import Span
 from pdsl.lowering.rules.base import Context, Rule, listed, plural, quoted
-from pdsl.lowering.spec import ShardRule
 
 __all__ = [
     "BatchStatistics",
@@ -211,7 +210,7 @@ class SeenWrites(Rule):
         if mesh.shard_size == 1:
             return
         for layer in facts.layers:
-            rules = sorted({context.decided[p] for p in layer.parameters if p in context.decided and context.sharded(_rule(context, p))})
+            rules = sorted({context.decided[p] for p in layer.parameters if context.is_sharded(p)})
             if layer.kind is not LayerKind.BLOCK or layer.writes != "seen" or not rules:
                 continue
             yield self.report(
@@ -220,10 +219,6 @@ class SeenWrites(Rule):
                 f"shards {layer.name}",
                 help=("an operation that gives a new tensor, or replicate() for the layer",),
             )
-
-
-def _rule(context: Context, parameter: str) -> ShardRule:
-    return context.spec.shard[context.decided[parameter]]
 
 
 class BufferOfAParameter(Rule):

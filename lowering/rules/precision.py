@@ -124,13 +124,17 @@ class MixedFormatsInUnit(Rule):
     def check(self, context: Context) -> Iterable[Diagnostic]:
         facts, mesh = context.facts, context.mesh
         assert facts is not None
-        if mesh is None or mesh.shard_size == 1:
+        assert mesh is not None
+        if mesh.shard_size == 1:
             return
         told: set[tuple[str, str]] = set()
         for unit in _units(context, facts):
-            first, other = unit[0], next((p for p in unit if _formats(context, facts, p) != _formats(context, facts, unit[0])), None)
-            kinds = (_format_text(context, facts, first), _format_text(context, facts, other)) if other is not None else None
-            if other is None or kinds is None or kinds in told:
+            first = unit[0]
+            other = next((p for p in unit if _formats(context, facts, p) != _formats(context, facts, first)), None)
+            if other is None:
+                continue
+            kinds = _format_text(context, facts, first), _format_text(context, facts, other)
+            if kinds in told:
                 continue
             told.add(kinds)
             rule = context.spec.shard[context.decided[other.name]]
@@ -233,11 +237,7 @@ def _units(context: Context, facts: ModelFacts) -> Iterator[list[ParameterFacts]
     """The trained, sharded parameters that may be gathered together: those of each block, and all others, which may ride in one unit. With groups of blocks all."""
     from pdsl.lowering.facts import LayerKind  # a check without model starts without it
 
-    sharded = [
-        p
-        for p in facts.parameters
-        if p.trainable and (i := context.decided.get(p.name)) is not None and context.sharded(context.spec.shard[i])
-    ]
+    sharded = [p for p in facts.parameters if p.trainable and context.is_sharded(p.name)]
     blocks = {i for i, layer in enumerate(facts.layers) if layer.kind is LayerKind.BLOCK}
     if context.spec.memory.group > 1:
         blocks = set()

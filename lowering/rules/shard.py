@@ -260,8 +260,7 @@ class OneLargeUnit(Rule):
         parts = context.mesh.shard_size
         units = [0] * len(context.facts.layers)
         for p in context.facts.parameters:
-            index = context.decided.get(p.name)
-            if index is not None and p.layers and context.sharded(context.spec.shard[index]):
+            if p.layers and context.is_sharded(p.name):
                 units[p.layers[0]] += p.bytes
         total = sum(units)
         largest = max(units, default=0)

@@ -107,7 +107,7 @@ class GroupTooLarge(Rule):
         if group == 1 or context.mesh.shard_size == 1 or context.spec.pipeline is not None or not _reshards(context):
             return
         sizes = dict(self._blocks(context))
-        total = sum(p.bytes for p in context.facts.parameters if self._sharded(context, p.name)) if context.facts is not None else 0
+        total = sum(p.bytes for p in context.facts.parameters if context.is_sharded(p.name)) if context.facts is not None else 0
         blocks = list(sizes)
         for first in range(0, len(blocks), group):
             unit = blocks[first : first + group]
@@ -125,14 +125,10 @@ class GroupTooLarge(Rule):
         from pdsl.lowering.facts import LayerKind  # a check without model starts without it
 
         assert context.facts is not None
-        size = {p.name: p.bytes for p in context.facts.parameters if self._sharded(context, p.name)}
+        size = {p.name: p.bytes for p in context.facts.parameters if context.is_sharded(p.name)}
         for layer in context.facts.layers:
             if layer.kind is LayerKind.BLOCK:
                 yield layer.name, sum(size.get(name, 0) for name in layer.parameters)
-
-    def _sharded(self, context: Context, name: str) -> bool:
-        index = context.decided.get(name)
-        return index is not None and bool(context.sharded(context.spec.shard[index]))
 
     def _better(self, sizes: list[int], total: int) -> int:
         """The largest group whose units hold at most half, or 1."""

@@ -5,7 +5,8 @@ The oracle here shares nothing with the runtime but the model, the data set and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import isnan
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from pdsl.data import python_source
 from pdsl.lowering.plan import Plan
 from pdsl.models import gpt
 from pdsl.runtime.rows import step_indices
-from pdsl.runtime.verify import assemble, verify_rank
+from pdsl.runtime.verify import Trace, assemble, verify_rank
 from tests.pool import Pool
 
-__all__ = ["FSDP", "MODEL", "STEPS", "TENSOR", "WHOLE", "check_against_one_process", "compile_text", "spec_text"]
+__all__ = ["FSDP", "MODEL", "STEPS", "TENSOR", "WHOLE", "check_against_one_process", "compile_text", "farthest", "spec_text"]
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -111,6 +112,24 @@ def check_against_one_process(pool: Pool, plan: Plan, expected: dict[str, Any], 
     for step in range(steps):
         _same_tensors(ours.gradients[step], expected["gradients"][step], f"gradient in step {step}")
     _same_tensors(ours.weights[-1], expected["weights"], "weight")
+
+
+def farthest(ours: Trace, expected: dict[str, Any]) -> tuple[float, str]:
+    """The largest relative distance of a loss, a gradient or a last weight from `losses`, `gradients` and `weights` of one process, and what it is of.
+
+    Infinite where a number is none, or a tensor is on one side only.
+    """
+    found = [(abs(a - b) / abs(b), f"loss of step {i}") for i, (a, b) in enumerate(zip(ours.losses, expected["losses"], strict=True))]
+    for step, (mine, theirs) in enumerate(zip(ours.gradients, expected["gradients"], strict=True)):
+        found += _distances(mine, theirs, f"gradient in step {step}")
+    found += _distances(ours.weights[-1], expected["weights"], "weight")
+    return max((float("inf") if isnan(distance) else distance, what) for distance, what in found)
+
+
+def _distances(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], what: str) -> list[tuple[float, str]]:
+    if set(ours) != set(theirs):
+        return [(float("inf"), f"{what}: {min(set(ours) ^ set(theirs))} on one side only")]
+    return [(float((ours[n].float() - t).norm() / t.norm()), f"{what} of {n}") for n, t in theirs.items()]
 
 
 def _close(ours: Sequence[float], theirs: Sequence[float]) -> bool:

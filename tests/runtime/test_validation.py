@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import pdsl
 from pdsl.grammar.errors import ModelError, RunError
@@ -18,10 +17,9 @@ from pdsl.lowering.plan import Plan
 from pdsl.lowering.schedule import Operation
 from pdsl.lowering.schedules import SCHEDULES
 from pdsl.runtime.session import Session
-from pdsl.runtime.train import train_rank
 from tests import batch_models
 from tests.pool import Pool
-from tests.runtime.test_batch_cases import FULL, LOSSES, SHARDED, SPEC, compiled, piped
+from tests.runtime.test_batch_cases import FULL, LOSSES, SHARDED, built, compiled, piped, spec_text, trained
 
 
 def held_out(data: str, more: str = "") -> str:
@@ -39,19 +37,10 @@ def _validated(rank: int, world: int, store: Any, text: str) -> dict[str, Any]:
     return {"loss": [f.loss for f in found], "samples": found[0].samples, "same": same, "modes": modes}
 
 
-def _trained(rank: int, world: int, store: Any, text: str, metrics: str | None = None) -> dict[str, Any]:
-    return train_rank(Plan.from_json(text), rank, store, metrics=metrics, progress=False)
-
-
 def one_process(model: str, data: Any, size: int) -> float:
     """The whole data through the whole model at once."""
-    factory = {"own loss": batch_models.own_loss, "own tokens": batch_models.own_token_loss, "tokens": batch_models.words}[model]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net: nn.Module = factory()
-    net.eval()
     with torch.no_grad():
-        return LOSSES[model](net, data.rows(range(size))).item()
+        return LOSSES[model](built(model).eval(), data.rows(range(size))).item()
 
 
 PLACEMENTS = [
@@ -87,21 +76,15 @@ def test_a_mean_over_tokens_is_over_all_held_out_tokens(pool: Pool, model: str, 
 
 
 @pytest.mark.parametrize(
-    ("data", "more", "samples"),
-    [
-        ('once", size = 21', "", 21),
-        ('again", size = 16', "", 16),
-        ('again", size = 40', "samples = 3", 3),
-        ('vectors", size = 40', "samples = 9", 9),
-    ],
+    ("data", "size", "more", "samples"),
+    [("once", 21, "", 21), ("again", 16, "", 16), ("again", 40, "samples = 3", 3), ("vectors", 40, "samples = 9", 9)],
 )
-def test_held_out_data_may_be_iterated_or_cut(pool: Pool, data: str, more: str, samples: int) -> None:
-    plan = compiled("axis dp = 2", "own loss", 'vectors", size = 24', more=held_out(data, more))
+def test_held_out_data_may_be_iterated_or_cut(pool: Pool, data: str, size: int, more: str, samples: int) -> None:
+    plan = compiled("axis dp = 2", "own loss", 'vectors", size = 24', more=held_out(f'{data}", size = {size}', more))
+    expected = one_process("own loss", batch_models.vectors(size), samples)
     for rank in pool.run(_validated, 2, plan.to_json()):
         assert rank["samples"] == samples
-        assert rank["loss"][0] == pytest.approx(
-            one_process("own loss", batch_models.vectors(int(data.rsplit(maxsplit=1)[-1])), samples), rel=1e-5
-        )
+        assert rank["loss"][0] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("axes", "blocks"), [("axis dp = 2", FULL), ("axis pp = 2; axis fsdp = 2", f"{SHARDED}\n{piped(2)}")])
@@ -110,8 +93,8 @@ def test_training_is_the_same_to_the_bit_with_and_without(pool: Pool, axes: str,
     metrics = tmp_path / "metrics.jsonl"
     with_it = compiled(axes, "noisy", 'vectors", size = 24', blocks=blocks, steps=5, more=held_out('vectors", size = 11', "every = 2"))
     without = compiled(axes, "noisy", 'vectors", size = 24', blocks=blocks, steps=5)
-    ours = pool.run(_trained, with_it.world_size, with_it.to_json(), str(metrics))
-    theirs = pool.run(_trained, without.world_size, without.to_json())
+    ours = pool.run(trained, with_it.world_size, with_it.to_json(), str(metrics))
+    theirs = pool.run(trained, without.world_size, without.to_json())
     assert ours[0]["losses"] == theirs[0]["losses"]
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     told = [line for line in lines if "validation_loss" in line]
@@ -137,16 +120,7 @@ def test_a_session_without_held_out_data_says_so(pool: Pool) -> None:
     ],
 )
 def test_held_out_data_that_cannot_be_used_is_found_before_the_run(data: str, told: str) -> None:
-    text = SPEC.format(
-        axes="axis dp = 1",
-        model="tests.batch_models:own_loss",
-        arguments="",
-        blocks="",
-        data='vectors", size = 24',
-        batch=8,
-        steps=3,
-        train="",
-    )
+    text = spec_text("axis dp = 1", "own loss", 'vectors", size = 24')
     (found,) = [d for d in pdsl.check(text + held_out(data)) if d.code != "PDL203"]
     assert (found.code, found.span is not None and found.span.begin.line) == ("PDL806", len(text.splitlines()) + 1)
     assert told in found.message

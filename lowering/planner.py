@@ -327,10 +327,8 @@ _COMPILERS = {"false": "", "true": "inductor", "aot_eager": "aot_eager"}
 
 
 def _sharding(spec: Spec) -> Sharding:
-    """Under a pipeline units stay whole for the step by default: each microbatch would gather them again."""
     asked = spec.memory
-    reshard = spec.pipeline is None if asked.reshard == "auto" else asked.reshard == "true"
-    return Sharding(reshard, asked.group, asked.prefetch, asked.sync == "every")
+    return Sharding(spec.reshards, asked.group, asked.prefetch, asked.sync == "every")
 
 
 def _saving(spec: Spec) -> Saving | None:

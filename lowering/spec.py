@@ -331,6 +331,13 @@ class Spec:
     directory: str = field(default=".", eq=False)
     origins: tuple[tuple[str, Origin], ...] = field(default=(), eq=False)
 
+    @property
+    def reshards(self) -> bool:
+        """Whether units give back what they gathered after their forward. Under a pipeline they stay whole for the step by default: each microbatch
+        would gather them again.
+        """
+        return self.pipeline is None if self.memory.reshard == "auto" else self.memory.reshard == "true"
+
     def origin(self, path: str) -> Origin:
         """Where the value of a dotted path (`train.batch`, `mesh.pp`, `pipeline.schedule.microbatches`) came from."""
         return dict(self.origins).get(path, Origin(OriginKind.DEFAULT))

@@ -94,6 +94,12 @@ class Context:
         return self.positions * family.per_position(pipeline.virtual) if family is not None else None
 
     @cached_property
+    def microbatches(self) -> int:
+        """Microbatches of one pipeline in a step, over all its rounds."""
+        pipeline, train = self.spec.pipeline, self.spec.train
+        return (pipeline.microbatches if pipeline is not None else 1) * (train.accumulate if train is not None else 1)
+
+    @cached_property
     def halves(self) -> str:
         """The schedule as it is called if it runs backwards in halves: a name, or the path of a file with such rows. Empty if it does not."""
         pipeline = self.spec.pipeline

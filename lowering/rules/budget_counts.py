@@ -48,8 +48,7 @@ def outline_of_spec(context: Context) -> Outline | None:
     if why_not_whole(context, mesh) is not None:
         return None
     islands = islands_of_node(spec, mesh) or 1
-    each = spec.pipeline.microbatches if spec.pipeline is not None else 1
-    total = each * mesh.pipelines * (spec.train.accumulate if spec.train is not None else 1)
+    total = context.microbatches * mesh.pipelines
     nodes = mesh.world_size // (islands * mesh.shard_size * mesh.tensor_size)
     sizes = mesh.sizing or sizing(spec, axis_roles(spec), mesh.world_size)
     if sizes is None:

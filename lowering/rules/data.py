@@ -172,15 +172,11 @@ class StandInsWrite(Rule):
     needs_facts = True
 
     def check(self, context: Context) -> Iterable[Diagnostic]:
-        train, pipeline = context.spec.train, context.spec.pipeline
-        if train is None or train.last != "pad":
-            return
-        microbatches = (pipeline.microbatches if pipeline is not None else 1) * train.accumulate
-        own = written_buffers(context)
-        if not own or microbatches == 1:
+        train, own = context.spec.train, written_buffers(context)
+        if train is None or train.last != "pad" or not own or context.microbatches == 1:
             return
         yield self.report(
-            f"the forward writes into {quoted(own)}, also for rows that stand in for others in one of {microbatches} microbatches",
+            f"the forward writes into {quoted(own)}, also for rows that stand in for others in one of {context.microbatches} microbatches",
             context.place("train.last", "train"),
             help=("last = drop, or one microbatch",),
         )

@@ -32,10 +32,9 @@ def _model(context: Context) -> Span | None:
 
 def _microbatches(context: Context) -> int:
     """Microbatches of one step over all pipelines; 1 if nothing is known."""
-    train, pipeline, mesh = context.spec.train, context.spec.pipeline, context.mesh
-    if train is None or mesh is None:
+    if context.spec.train is None or context.mesh is None:
         return 1
-    return train.accumulate * (pipeline.microbatches if pipeline is not None else 1) * mesh.pipelines
+    return context.microbatches * context.mesh.pipelines
 
 
 class DrawsAcrossRows(Rule):

@@ -13,11 +13,6 @@ __all__ = ["GroupTooLarge", "ShardingKeyWithoutEffect"]
 _KEYS = ("reshard", "group", "prefetch", "sync")
 
 
-def _reshards(context: Context) -> bool:
-    asked = context.spec.memory.reshard
-    return context.spec.pipeline is None if asked == "auto" else asked == "true"
-
-
 class ShardingKeyWithoutEffect(Rule):
     """What it does
         Warns if a key of the `memory` block says how sharded parameters are gathered or reduced where it changes nothing: no parameter is sharded,
@@ -61,15 +56,11 @@ class ShardingKeyWithoutEffect(Rule):
             return "no rule of the shard block uses fsdp(...)"
         if context.mesh.shard_size == 1:
             return "the axes in fsdp(...) have 1 rank"
-        if key == "prefetch" and not _reshards(context):
+        if key == "prefetch" and not context.spec.reshards:
             return "units stay whole for the step, and are gathered at its beginning"
-        if key == "sync" and context.spec.memory.sync == "every" and self._microbatches(context) == 1:
+        if key == "sync" and context.spec.memory.sync == "every" and context.microbatches == 1:
             return "a step has 1 microbatch"
         return ""
-
-    def _microbatches(self, context: Context) -> int:
-        pipeline, train = context.spec.pipeline, context.spec.train
-        return (pipeline.microbatches if pipeline is not None else 1) * (train.accumulate if train is not None else 1)
 
 
 class GroupTooLarge(Rule):
@@ -104,7 +95,7 @@ class GroupTooLarge(Rule):
     def check(self, context: Context) -> Iterable[Diagnostic]:
         assert context.mesh is not None
         group = context.spec.memory.group
-        if group == 1 or context.mesh.shard_size == 1 or context.spec.pipeline is not None or not _reshards(context):
+        if group == 1 or context.mesh.shard_size == 1 or context.spec.pipeline is not None or not context.spec.reshards:
             return
         sizes = dict(self._blocks(context))
         total = sum(p.bytes for p in context.facts.parameters if context.is_sharded(p.name)) if context.facts is not None else 0

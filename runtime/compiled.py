@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def require_compiler(plan: Plan, device: torch.device) -> None:
         )
 
 
-def compile_layers(plan: Plan, model: nn.Module, layers: range | tuple[int, ...]) -> None:
+def compile_layers(plan: Plan, model: nn.Module, layers: Iterable[int]) -> None:
     """Compile the forward of every module of these layers. Compiling itself is done when a layer first runs. Raises as `require_compiler`."""
     if not plan.compile:
         return
@@ -58,6 +59,6 @@ def compile_layers(plan: Plan, model: nn.Module, layers: range | tuple[int, ...]
         module.forward = torch.compile(module.forward, backend=plan.compile, dynamic=False, **options)
 
 
-def _modules(facts: ModelFacts, layers: range | tuple[int, ...]) -> tuple[str, ...]:
+def _modules(facts: ModelFacts, layers: Iterable[int]) -> tuple[str, ...]:
     """Names of the modules of some layers; one that holds the whole model is left alone, since stages patch its forward."""
     return tuple(dict.fromkeys(m for i in layers for m in facts.layers[i].modules if m))

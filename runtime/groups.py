@@ -156,8 +156,8 @@ class Groups:
         members = tuple(sorted(r for island in plan.pipelines[pipeline].islands for r in island))
         several = len(plan.pipelines[pipeline].islands) > 1 and plan.pipelines[pipeline].whole
         self.transfers = self._make(f"pipeline{pipeline}", members, PIPELINE_SOCKETS) if several else None
-        running = {ranks for ranks, _ in running_groups(plan, self.rank) if len(ranks) > 1}
-        for ranks in sorted({bucket.ranks for bucket in program.buckets} | running):
+        self.running = running_groups(plan, self.rank)
+        for ranks in sorted({bucket.ranks for bucket in program.buckets} | {ranks for ranks, _ in self.running if len(ranks) > 1}):
             # making a group waits for its members: one order for all ranks, or they wait for each other
             self._made[ranks] = self._make("sum" + "-".join(map(str, ranks)), ranks)
 

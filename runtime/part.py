@@ -63,17 +63,17 @@ class Part:
         self.parameters = {p.name: self.tensors[p.name] for p in owned if p.trainable}
         self.boxes = _boxes(plan, rank, owned)
         self.statistics = Statistics.of(plan, rank, model, mesh)
+        mine = owned_layers(plan, rank)
         if self.units is not None:
-            copy_written_inputs(plan, model, owned_layers(plan, rank))
-        mine = {i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)}
-        self._updated = tuple(b.name for b in plan.facts.updated if mine.intersection(b.layers))
+            copy_written_inputs(plan, model, mine)
+        self._updated = tuple(b.name for b in plan.facts.updated if set(mine).intersection(b.layers))
         modules = {m for i in mine for m in plan.facts.layers[i].modules}
         sharded = {p.name for p in owned if _sharded(plan, p, self.units)}
         self.formats = Formats(plan, model, self.tensors, sharded, modules)
         last = len(stages) - 1
         if applies(plan.precision, plan.facts):
             self.runner.register_forward_hook(lambda _, args, given: Formats.output(plan, given) if args[0] == last else given)
-        compile_layers(plan, model, tuple(sorted(mine)))
+        compile_layers(plan, model, mine)
         again = [n for n in plan.facts.recomputed if n.startswith(tuple(f"{m}." for m in modules)) or n in modules]
         self.recompute = Recompute(random=plan.facts.random)
         self.recompute.apply(model, again)

@@ -7,6 +7,7 @@ the microbatches of a pipeline step; only the last backward of a stage reshards 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -35,6 +36,7 @@ class Units:
     ) -> None:
         self._root = root
         self._by_stage = by_stage
+        self._all = (root, *(u for units in by_stage.values() for u in units))
         self._sharding = sharding
         self._exchange = exchange
         self._remaining: set[int] = set()
@@ -42,10 +44,8 @@ class Units:
     def begin_step(self) -> None:
         """No unit reduces or reshards until the program says that a stage comes to its last backward, if the plan asks for no more."""
         self._remaining = set(self._by_stage)
-        for units in self._by_stage.values():
-            for unit in units:
-                self._set(unit, last=False)
-        self._set(self._root, last=False)
+        for unit in self._all:
+            self._set(unit, last=False)
         self._root.set_is_last_backward(False)
 
     def unshard(self, stage: int) -> None:
@@ -83,7 +83,7 @@ class Units:
 
     def rest(self) -> None:
         """Free what forwards alone have gathered."""
-        for unit in (*(u for units in self._by_stage.values() for u in units), self._root):
+        for unit in self._all:
             unit.reshard()
 
     def settle(self) -> None:
@@ -110,6 +110,12 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
     offload = CPUOffloadPolicy(pin_memory=False) if plan.offload == "params" else OffloadPolicy()
     ignored = {p for p in named.values() if p not in sharded}
     placements = _placements(plan, facts, mesh)
+    options: dict[str, Any] = {
+        "mesh": mesh["shard"],
+        "offload_policy": offload,
+        "ignored_params": ignored,
+        "shard_placement_fn": placements,
+    }
     by_stage: dict[int, list[FSDPModule]] = {s: [] for s in plan.stages_of(rank)}
     for stage, layers in ((s, group) for s, groups in unit_groups(plan, rank).items() for group in groups):
         modules = [model.get_submodule(m) for index in layers for m in plan.facts.layers[index].modules if m]
@@ -118,26 +124,10 @@ def shard_layers(root: nn.Module, model: nn.Module, plan: Plan, rank: int, mesh:
             continue
         policy, converts = unit_policy(plan, [in_root.pop(p) for m in modules for p in m.parameters() if p in in_root])
         waits = waits or converts
-        unit = fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=mesh["shard"],
-            reshard_after_forward=plan.reshard,
-            mp_policy=policy,
-            offload_policy=offload,
-            ignored_params=ignored,
-            shard_placement_fn=placements,
-        )
+        unit = fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=plan.reshard, mp_policy=policy, **options)
         by_stage[stage].append(unit if isinstance(unit, FSDPModule) else unit[0])
     policy, converts = unit_policy(plan, in_root.values())
-    fully_shard(
-        root,
-        mesh=mesh["shard"],
-        reshard_after_forward=False,
-        mp_policy=policy,
-        offload_policy=offload,
-        ignored_params=ignored,
-        shard_placement_fn=placements,
-    )
+    fully_shard(root, reshard_after_forward=False, mp_policy=policy, **options)
     assert isinstance(root, FSDPModule)
     units = [u for stage in by_stage.values() for u in stage]
     for unit in (root, *units):

@@ -12,8 +12,8 @@ other way round.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from attrs import define, field
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 __all__ = ["WeightHalf", "backward_input", "is_divisible"]
 
@@ -118,7 +117,7 @@ def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], recei
     found: _Gradients = (None,) * len(received)
     if len(alone) < len(given):
         chosen = [i for i, root in enumerate(roots) if root.node in path]
-        with _Watch(groups):
+        with _watched(groups):
             found = torch.autograd.grad(
                 [outputs[i] for i in chosen], received, [gradients[i] for i in chosen], retain_graph=bool(branches), allow_unused=True
             )
@@ -217,24 +216,17 @@ def _saving_names(kind: type) -> tuple[str, ...]:
 # --- running it -----------------------------------------------------------------------------------------------------------------------------
 
 
-class _Watch:
+@contextmanager
+def _watched(groups: Iterable[_Group]) -> Iterator[None]:
     """Within the block a backward tells every branch what arrives at it."""
-
-    def __init__(self, groups: Iterable[_Group]) -> None:
-        self._groups = list(groups)
-        self._handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> None:
-        for group in self._groups:
+    with ExitStack() as hooks:
+        for group in groups:
             for branch in group.branches:
                 if _in_python(branch.node) and not group.crosses:
-                    self._handles.append(branch.node.register_hook(partial(_note_sent, branch)))
+                    hooks.enter_context(branch.node.register_hook(partial(_note_sent, branch)))
                 else:
-                    self._handles.append(branch.node.register_prehook(partial(_note_arrived, branch)))
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for handle in self._handles:
-            handle.remove()
+                    hooks.enter_context(branch.node.register_prehook(partial(_note_arrived, branch)))
+        yield
 
 
 def _note_arrived(branch: _Branch, gradients: _Gradients) -> None:
@@ -261,17 +253,15 @@ def _run(group: _Group, *, whole: bool) -> None:
     kept = [(edge, g) for edge, g in starts if g is not None]
     if not kept:
         return
-    handles = [b.node.register_prehook(partial(_put_back, b.arrived)) for b in again]
-    try:
+    with ExitStack() as hooks:
+        for b in again:
+            hooks.enter_context(b.node.register_prehook(partial(_put_back, b.arrived)))
         torch.autograd.backward(
             [edge for edge, _ in kept],
             [g for _, g in kept],
             retain_graph=group.crosses,
             inputs=None if whole else list(group.weights.values()),
         )
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _put_back(arrived: _Gradients, _: _Gradients) -> _Gradients:

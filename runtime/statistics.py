@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pdsl.lowering.plan import Plan
-from pdsl.lowering.running import running_groups
+from pdsl.lowering.units import owned_layers
 from pdsl.runtime.groups import Groups
 from pdsl.runtime.meshes import IslandMesh
 from pdsl.runtime.waits import Pending
@@ -46,17 +46,13 @@ class Statistics:
     group: dist.ProcessGroup | None = None  # the ranks that the rows of a microbatch lie on, None for one
     shares: dict[str, Tensor] = field(factory=dict)  # by buffer: what the microbatches that ran here give to its next value
     _now: _Now | None = None
-    _total: int = 0
     _next: dict[str, Tensor] = field(factory=dict)
     _last: int = 0
-    _groups: tuple[Plan, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] | None = None
 
     @classmethod
     def of(cls, plan: Plan, rank: int, model: nn.Module, mesh: IslandMesh | None) -> Statistics:
         """Takes over the forwards of the modules that a rank owns, in place."""
-        stages = plan.template(plan.coordinate(rank).pipeline).stages
-        mine = {i for s in plan.stages_of(rank) for i in range(stages[s].start, stages[s].stop)}
-        owned = tuple(f"{m}." for i in mine for m in plan.facts.layers[i].modules)
+        owned = tuple(f"{m}." for i in owned_layers(plan, rank) for m in plan.facts.layers[i].modules)
         names = [n for n in plan.facts.statistics if f"{n}.".startswith(owned)]
         group = mesh["shard"].get_group() if mesh is not None and plan.shard_size > 1 and names else None
         made = cls({n: m for n in names if isinstance(m := model.get_submodule(n), _BatchNorm)}, group)
@@ -66,7 +62,7 @@ class Statistics:
 
     def begin_pass(self, index: int, total: int, *, counts: bool) -> None:
         """The next forward is that of the microbatch at `index` of `total` in the order of the step; without `counts` its rows here are stand-ins."""
-        self._now, self._total = _Now(index, total, counts), total
+        self._now = _Now(index, total, counts)
 
     def forget(self) -> None:
         """What was computed of a step."""
@@ -106,9 +102,7 @@ class Statistics:
         if not self.modules:
             return
         works: list[tuple[Pending, Tensor, list[tuple[str, Tensor]]]] = []
-        if self._groups is None or self._groups[0] is not plan:
-            self._groups = plan, running_groups(plan, groups.rank)
-        for ranks, buffers in self._groups[1]:
+        for ranks, buffers in groups.running:
             mine = [(b, self.model_buffer(b)) for b in buffers if b.rpartition(".")[0] in self.modules]
             parts = [self._share(name, buffer, kept) for name, buffer in mine]
             if not parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
@@ -27,7 +27,7 @@ from pdsl.lowering.probe_numerics import Numerics
 from pdsl.lowering.probe_repeats import Repeats
 from pdsl.lowering.probe_writes import Writes, written_from
 
-__all__ = ["NotAChain", "Recorder", "is_plain_sequential", "loss_of", "parameter_groups"]
+__all__ = ["NotAChain", "Recorder", "is_plain_sequential", "loss_of", "parameter_groups", "put", "remade"]
 
 
 _COMPARED = 1 << 20  # elements of a buffer up to which it is compared with what it was
@@ -50,6 +50,20 @@ def parameter_groups(model: nn.Module) -> dict[str, list[tuple[str, nn.Parameter
             first.setdefault(key, canonical)
         groups.setdefault(canonical, []).append((name, parameter))
     return groups
+
+
+def remade(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter with other data, trained or not as this one is, with the attributes that were set on it."""
+    made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def put(model: nn.Module, group: Iterable[tuple[str, nn.Parameter]], parameter: nn.Parameter) -> None:
+    """Let all names of a group, as `parameter_groups` has them, be this parameter."""
+    for name, _ in group:
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._parameters[leaf] = parameter
 
 
 def is_plain_sequential(model: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from pdsl.grammar.errors import ModelError
 from pdsl.lowering.factory import call_factory, on_path, plain_arguments, resolve
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.probe import on_meta, parameters_on_meta
-from pdsl.lowering.probe_pass import parameter_groups
+from pdsl.lowering.probe_pass import parameter_groups, put, remade
 
 __all__ = ["build", "build_model"]
 
@@ -167,9 +167,7 @@ def _drop(model: nn.Module, owned: Collection[str]) -> None:
     for canonical, group in parameter_groups(model).items():
         parameter = group[0][1]
         kept = parameter if canonical in owned else parameter if parameter.device.type == "meta" else on_meta(parameter)
-        for name, _ in group:
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = kept
+        put(model, group, kept)
 
 
 def _moved(model: nn.Module, device: torch.device) -> nn.Module:
@@ -180,11 +178,7 @@ def _moved(model: nn.Module, device: torch.device) -> nn.Module:
         parameter = group[0][1]
         if parameter.device.type == "meta":
             continue
-        moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
-        moved.__dict__.update(parameter.__dict__)
-        for name, _ in group:
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = moved
+        put(model, group, remade(parameter, parameter.detach().to(device)))
     for module in model.modules():
         module._buffers.update({n: b.to(device) for n, b in module._buffers.items() if b is not None})
     return model

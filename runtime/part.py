@@ -19,7 +19,7 @@ from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.precision import applies
 from pdsl.lowering.probe import on_meta
-from pdsl.lowering.probe_pass import parameter_groups
+from pdsl.lowering.probe_pass import parameter_groups, put, remade
 from pdsl.lowering.units import owned_layers
 from pdsl.runtime.compiled import compile_layers
 from pdsl.runtime.local import local_tensor
@@ -170,9 +170,5 @@ def with_memory(bare: nn.Module, plan: Plan, rank: int, device: torch.device) ->
         if canonical not in owned:
             continue
         old = group[0][1]
-        made = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
-        made.__dict__.update(old.__dict__)
-        for name, _ in group:
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = made
+        put(model, group, remade(old, torch.empty(old.shape, dtype=old.dtype, device=device)))
     return model

@@ -18,6 +18,7 @@ from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.precision import applies, compute_format, output_format, sum_format
 from pdsl.lowering.probe_numerics import cast_edges, cast_forward, dtype_of, layer_modules, to_output
+from pdsl.lowering.probe_pass import remade
 from pdsl.runtime.local import final_gradient, local_tensor
 
 __all__ = ["Formats", "on_host", "unit_policy"]
@@ -61,11 +62,11 @@ class Formats:
             if held is None or (kept and held is weight):
                 continue
             if held.device.type == "meta" or weight is None:
-                holder[leaf] = _like(held, torch.empty_like(held, dtype=dtype, device="meta")) if held.dtype != dtype else held
+                holder[leaf] = remade(held, torch.empty_like(held, dtype=dtype, device="meta")) if held.dtype != dtype else held
                 continue
             if copy is None:
                 same = weight.dtype == dtype and weight.device == held.device
-                copy = weight if same else _like(weight, weight.detach().to(held.device, dtype, copy=True))
+                copy = weight if same else remade(weight, weight.detach().to(held.device, dtype, copy=True))
                 self._sum_in(p.name, copy, total)
             holder[leaf] = copy
         if copy is not None and copy is not weight and weight is not None:
@@ -116,13 +117,7 @@ class Formats:
 
 def on_host(parameter: nn.Parameter) -> nn.Parameter:
     """The same parameter in the memory of the host."""
-    return _like(parameter, parameter.detach().to("cpu", copy=True))
-
-
-def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    made = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    return remade(parameter, parameter.detach().to("cpu", copy=True))
 
 
 def unit_policy(plan: Plan, parameters: Collection[ParameterFacts]) -> tuple[MixedPrecisionPolicy, bool]:

@@ -91,7 +91,7 @@ def check_resolved(
         known = _on_tensor(on_tensor, spec, known, mesh, resolution, sink)
         more, passed_over = run_rules(evolve(context, facts=known), on_tensor=True)
         sink.extend(more)
-        skipped = frozenset(code for code in skipped if code in passed_over or code not in {r.code for r in RULES if r.needs_tensor})
+        skipped = (skipped - {r.code for r in RULES if r.needs_tensor}) | passed_over
     everything = suppress(sink.diagnostics, file.comments, skipped)
     diagnostics = tuple(sorted(everything, key=lambda d: d.sort_key))
     return CheckResult(None if has_errors(diagnostics) else spec, mesh, known, diagnostics)

@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from attrs import evolve
 from pdsl.grammar.cache import read_entry, write_entry
 from pdsl.grammar.errors import ModelError
 from pdsl.lowering.depends import Stamp, still_so, watching
-from pdsl.lowering.factory import call_factory, module_file, on_path, parse_reference, plain_arguments, resolve
+from pdsl.lowering.factory import call_factory, describe_error, module_file, on_path, parse_reference, plain_arguments, resolve
 from pdsl.lowering.facts import ModelFacts
 from pdsl.lowering.precision import AS_MADE, RunAs
 from pdsl.lowering.serial import dump, load
 from pdsl.lowering.spec import CallValue, Value
 
-__all__ = ["cached_facts", "check_held_out", "data_reference", "facts_key", "read_facts", "source_files", "store_facts"]
+__all__ = ["cached_facts", "check_held_out", "data_reference", "facts_key", "first_rows", "read_facts", "source_files", "store_facts"]
 
 Arguments = Mapping[str, Value] | Sequence[tuple[str, Value]]
 
@@ -61,14 +62,9 @@ def read_facts(
     if found is not None:
         return found
     from pdsl.lowering.probe import probe
-    from pdsl.lowering.probe_rows import probe_batch, sample_count
 
     with watching() as watch, on_path(directory):
-        batch, samples = None, None
-        if data is not None:
-            reference = data_reference(data)
-            dataset = call_factory(resolve(reference, directory), plain_arguments(data.keywords), reference)
-            samples, batch = sample_count(dataset), probe_batch(dataset, shared=run_as.shared)
+        batch, samples = first_rows(data, run_as.shared, directory) if data is not None else (None, None)
         if batch is not None and run_as.held_out is not None:
             check_held_out(batch, run_as.held_out, run_as.shared, directory)
         facts = probe(factory, plain_arguments(arguments), batch=batch, directory=directory, run_as=run_as)
@@ -80,14 +76,29 @@ def read_facts(
 
 def check_held_out(batch: Mapping[str, Any], data: CallValue, shared: Sequence[str], directory: str) -> None:
     """Raises ModelError if held-out data cannot be read, or has other rows than `batch`, the first of those that are trained on."""
-    from pdsl.lowering.probe_rows import difference, probe_batch
+    from pdsl.lowering.probe_rows import difference
+
+    problem = difference(batch, first_rows(data, shared, directory)[0])
+    if problem:
+        raise ModelError(f"the held-out data of {data_reference(data)} is of another kind: {problem}")
+
+
+def first_rows(data: CallValue, shared: Sequence[str], directory: str) -> tuple[dict[str, Any], int | None]:
+    """The first rows of a data set as a batch, and how many samples it has if it has a length; `shared` are entries without rows.
+
+    Raises ModelError if the data set cannot be made, cannot be read, or gives no dicts of tensors.
+    """
+    from pdsl.lowering.probe_rows import probe_batch, sample_count
 
     reference = data_reference(data)
     with on_path(directory):
-        found = call_factory(resolve(reference, directory), plain_arguments(data.keywords), reference)
-        problem = difference(batch, probe_batch(found, shared=shared))
-    if problem:
-        raise ModelError(f"the held-out data of {reference} is of another kind: {problem}")
+        dataset = call_factory(resolve(reference, directory), plain_arguments(data.keywords), reference)
+        try:
+            return probe_batch(dataset, shared=shared), sample_count(dataset)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"reading rows of {reference} raised {describe_error(error)}") from error
 
 
 def cached_facts(
@@ -191,10 +202,10 @@ def source_files(module: str, directory: str) -> tuple[Path, ...] | None:
         if "site-packages" in resolved.parts and not resolved.is_relative_to(home):
             continue
         try:
-            tree = ast.parse(path.read_bytes())
+            names = _imported(path.read_bytes(), name, path.name == "__init__.py")
         except (SyntaxError, ValueError):
             return None
-        for other in _imported(tree, name, is_package=path.name == "__init__.py"):
+        for other in names:
             if other not in seen and (other.partition(".")[0] == top or _lies_in(other, home)):
                 seen.add(other)
                 waiting.append(other)
@@ -206,8 +217,13 @@ def _lies_in(module: str, home: Path) -> bool:
     return top.is_dir() or top.with_suffix(".py").is_file()
 
 
-def _imported(tree: ast.Module, module: str, *, is_package: bool) -> Iterator[str]:
-    """Names of modules, or of things in modules, that a module imports anywhere."""
+@lru_cache(maxsize=_MOST_FILES)  # one check asks for the key of several entries
+def _imported(source: bytes, module: str, is_package: bool) -> tuple[str, ...]:
+    """Names of modules, or of things in modules, that a module imports anywhere. Raises SyntaxError or ValueError if its source is no Python."""
+    return tuple(_names(ast.parse(source), module, is_package))
+
+
+def _names(tree: ast.Module, module: str, is_package: bool) -> Iterator[str]:
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -68,13 +68,13 @@ def read_tensor_facts(spec: Spec, facts: ModelFacts, mesh: Mesh, model: Any = No
         return facts
     from pdsl.lowering.tensor_reading import with_tensor_facts
 
-    module = model is not None and not isinstance(model, type) and hasattr(model, "named_parameters")
     return with_tensor_facts(
         spec,
         facts,
         mesh,
-        batch=lambda: batch if batch is not None else example_batch(spec),
-        model=(lambda: copy.deepcopy(model)) if module else model,
+        batch=lambda: _rows(spec, batch),
+        model=(lambda: copy.deepcopy(model)) if _is_module(model) else model,
+        cache=model is None and batch is None,
     )
 
 
@@ -126,7 +126,7 @@ def read_facts(spec: Spec, findings: list[Diagnostic]) -> ModelFacts:
     Raises ModelError if the model cannot be read.
     """
     from pdsl.lowering.depends import watching
-    from pdsl.lowering.facts_cache import cached_facts, check_held_out, store_facts
+    from pdsl.lowering.facts_cache import cached_facts, check_held_out, first_rows, store_facts
 
     model = spec.model
     assert model is not None
@@ -139,7 +139,7 @@ def read_facts(spec: Spec, findings: list[Diagnostic]) -> ModelFacts:
     with watching() as watch:
         if data is not None:
             try:
-                batch, samples = _example(spec)
+                batch, samples = first_rows(data, run_as.shared, spec.directory)
             except ModelError as error:
                 findings.append(Diagnostic("PDL802", f"the data cannot be read: {error}", spec.origin("train.data").span))
         if batch is not None and run_as.held_out is not None:
@@ -167,19 +167,14 @@ def read_model(spec: Spec, model: Any = None, batch: Any = None) -> ModelFacts:
         if spec.model is None:
             raise ModelError("the spec names no model: give one to compile")
         return cached_or_read(spec.model.factory, spec.model.arguments, data=data, directory=spec.directory, run_as=RunAs.of(spec))
-    if batch is None and data is not None:
-        batch = example_batch(spec)
-    elif spec.train is not None and spec.train.shared and isinstance(batch, dict):
-        from pdsl.lowering.probe_rows import marked
-
-        batch = marked(batch, spec.train.shared)
+    batch = _rows(spec, batch)
     arguments = plain_arguments(spec.model.arguments) if spec.model is not None else {}
     if model is None:
         assert spec.model is not None
         return probe(spec.model.factory, arguments, batch=batch, directory=spec.directory, run_as=RunAs.of(spec))
     if not callable(model):
         raise ModelError(f"model is a {type(model).__name__}: expected a module, or a function that makes one")
-    if isinstance(model, type) or not hasattr(model, "named_parameters"):
+    if not _is_module(model):
         return probe(model, arguments, batch=batch, directory=spec.directory, run_as=RunAs.of(spec))
 
     def duplicate() -> Any:
@@ -187,6 +182,11 @@ def read_model(spec: Spec, model: Any = None, batch: Any = None) -> ModelFacts:
 
     found = probe(duplicate, {}, batch=batch, directory=spec.directory, run_as=RunAs.of(spec))
     return evolve(found, factory=f"{type(model).__module__}:{type(model).__qualname__}")
+
+
+def _is_module(model: Any) -> bool:
+    """Whether this is a module, and neither a class nor a function that makes one."""
+    return not isinstance(model, type) and hasattr(model, "named_parameters")
 
 
 def _probe(spec: Spec, batch: Any) -> ModelFacts:
@@ -197,24 +197,20 @@ def _probe(spec: Spec, batch: Any) -> ModelFacts:
     return probe(spec.model.factory, plain_arguments(spec.model.arguments), batch=batch, directory=spec.directory, run_as=RunAs.of(spec))
 
 
+def _rows(spec: Spec, batch: Any) -> Any:
+    """The batch that is given, with its shared entries marked, or else the first rows of the data; None if there are none."""
+    if batch is None:
+        return example_batch(spec) if spec.train is not None else None
+    if spec.train is None or not spec.train.shared or not isinstance(batch, dict):
+        return batch
+    from pdsl.lowering.probe_rows import marked
+
+    return marked(batch, spec.train.shared)
+
+
 def example_batch(spec: Spec) -> Any:
     """The first rows of the data of a spec as a batch. Raises ModelError if the data set cannot be made or gives no dicts of tensors."""
-    return _example(spec)[0]
-
-
-def _example(spec: Spec) -> tuple[Any, int | None]:
-    """As `example_batch`, with the number of samples if there is one."""
-    from pdsl.lowering.factory import call_factory, describe_error, on_path, plain_arguments, resolve
-    from pdsl.lowering.facts_cache import data_reference
-    from pdsl.lowering.probe_rows import probe_batch, sample_count
+    from pdsl.lowering.facts_cache import first_rows
 
     assert spec.train is not None
-    reference = data_reference(spec.train.data)
-    with on_path(spec.directory):
-        dataset = call_factory(resolve(reference, spec.directory), plain_arguments(spec.train.data.keywords), reference)
-        try:
-            return probe_batch(dataset, shared=spec.train.shared), sample_count(dataset)
-        except ModelError:
-            raise
-        except Exception as error:
-            raise ModelError(f"reading rows of {reference} raised {describe_error(error)}") from error
+    return first_rows(spec.train.data, spec.train.shared, spec.directory)[0]

@@ -10,7 +10,7 @@ from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.parts import part
 from pdsl.lowering.plan import Plan
 
-__all__ = ["Box", "box", "box_shape", "chunk"]
+__all__ = ["Box", "box", "box_shape", "chunk", "tensor_box"]
 
 Box = tuple[tuple[int, int], ...]
 
@@ -23,16 +23,21 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 def box(plan: Plan, parameter: ParameterFacts, shard: int, tensor: int) -> Box:
     """Global intervals of the part that a coordinate holds."""
-    layout = plan.layout(parameter.name)
+    layout, bounds = plan.layout(parameter.name), tensor_box(plan, parameter, tensor)
+    if not layout.sharded:
+        return bounds
+    low, high = bounds[0]
+    index, count = part(plan.shard_axes, layout.shard_axes, shard, plan.shard_size)
+    a, b = chunk(high - low, count, index)
+    return ((low + a, low + b), *bounds[1:])
+
+
+def tensor_box(plan: Plan, parameter: ParameterFacts, tensor: int) -> Box:
+    """The part at a tensor coordinate, before anything is sharded."""
     bounds = [(0, size) for size in parameter.shape]
-    for dim, axes in layout.splits:
+    for dim, axes in plan.layout(parameter.name).splits:
         index, count = part(plan.tensor_axes, axes, tensor, plan.tensor_size)
         bounds[dim] = chunk(parameter.shape[dim], count, index)
-    if layout.sharded:
-        low, high = bounds[0]
-        index, count = part(plan.shard_axes, layout.shard_axes, shard, plan.shard_size)
-        a, b = chunk(high - low, count, index)
-        bounds[0] = (low + a, low + b)
     return tuple(bounds)
 
 

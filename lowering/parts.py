@@ -6,12 +6,12 @@ order of its own; then the ranks that differ only on the others hold the same pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from pdsl.lowering.places import MeshAxis
 
-__all__ = ["digits", "named_axes", "part", "parts", "role_axes", "same_on"]
+__all__ = ["digits", "named_axes", "part", "part_at", "parts", "role_axes", "same_on"]
 
 
 def role_axes(axes: Iterable[MeshAxis], role: str) -> tuple[MeshAxis, ...]:
@@ -43,7 +43,11 @@ def part(axes: Sequence[MeshAxis], chosen: Sequence[str], coordinate: int, whole
     """(index, count) of the part at a coordinate, the first of the chosen axes major; all axes if none are named."""
     if not chosen:
         return coordinate, whole
-    at, sizes = digits(axes, coordinate), {a.name: a.size for a in axes}
+    return part_at(chosen, digits(axes, coordinate), {a.name: a.size for a in axes})
+
+
+def part_at(chosen: Sequence[str], at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """(index, count) of the part at a coordinate on each axis, the first of the chosen axes major."""
     index = 0
     for name in chosen:
         index = index * sizes[name] + at[name]

@@ -26,7 +26,7 @@ from pdsl.lowering.probe_pass import NotAChain, Recorder, is_plain_sequential, p
 from pdsl.lowering.probe_rows import is_shared
 from pdsl.lowering.values import near
 
-__all__ = ["on_meta", "parameters_on_meta", "probe", "skeleton", "take_rows", "taken_entries"]
+__all__ = ["give_memory", "on_meta", "parameters_on_meta", "probe", "skeleton", "take_rows", "taken_entries"]
 
 _ROWS = (2, 3)
 _FILL = 0.02  # one value for all parameters; only shapes matter
@@ -180,10 +180,17 @@ def _structure(model: nn.Module, name: str, batch: Mapping[str, Tensor] | Tensor
     )
 
 
-def _give_memory(model: nn.Module, *, real: bool, numerics: Numerics | None = None) -> None:
-    """Replace every parameter by one of the same shape: one scalar expanded, or real memory. Everything floating needs a gradient now."""
+def give_memory(
+    model: nn.Module, *, real: bool = False, numerics: Numerics | None = None, parts: Mapping[str, Sequence[int]] | None = None
+) -> None:
+    """Replace every parameter by one of the same shape: one scalar expanded, or real memory. Everything floating needs a gradient now.
+
+    With `parts` each gets a part only, and they say how many there are along each dim.
+    """
     for canonical, group in parameter_groups(model).items():
         shape, dtype = group[0][1].shape, group[0][1].dtype if numerics is None else numerics.dtype(canonical)
+        if parts is not None:
+            shape = torch.Size(size // count for size, count in zip(shape, parts[canonical], strict=True))
         floating = dtype.is_floating_point or dtype.is_complex
         scalar = torch.full((), _FILL if floating else 0, dtype=dtype)
         memory = scalar.expand(shape).clone() if real else scalar.expand(shape)
@@ -264,7 +271,7 @@ def _run(
 ) -> tuple[ModelFacts, tuple[str, ...]]:
     """The facts, and the names of the blocks that are called one after the other; none if there are none."""
     few, many = _ROWS
-    _give_memory(model, real=False)
+    give_memory(model)
 
     def passes(blocks: tuple[str, ...]) -> tuple[Observation, Observation]:
         return _observe(model, structure, blocks, batch, few), _observe(model, structure, blocks, batch, many)
@@ -293,7 +300,7 @@ def _run_as_asked(
     plain = numerics.facts
 
     def attempt(how: Numerics) -> ModelFacts:
-        _give_memory(model, real=False, numerics=how)
+        give_memory(model, numerics=how)
         small, large = (_observe(model, structure, blocks, batch, rows, how) for rows in _ROWS)
         reason = plain.warnings[0].partition(": ")[2] if not blocks else ""
         found = assemble(structure, small, large) if blocks else assemble_whole(structure, small, large, reason)
@@ -359,7 +366,7 @@ def _observe(
         numel = sum(p.numel for p in structure.parameters)
         stride_zero = any(p.numel() > 1 and not any(p.stride()) for p in model.parameters())
         if stride_zero and numel <= _LARGEST_REAL:  # some kernels refuse expanded weights
-            _give_memory(model, real=True, numerics=numerics)
+            give_memory(model, real=True, numerics=numerics)
             return _observe(model, structure, blocks, batch, rows, numerics)
         given = ", ".join(f"{k}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for k, t in taken.items())
         raise ModelError(f"{structure.factory}: the forward pass failed on a batch of {given}: {describe_error(error)}") from error

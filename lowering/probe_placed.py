@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdsl.lowering.parts import part_at
 from pdsl.lowering.places import MeshAxis
 
 __all__ = ["Placement", "axes_of", "find_placements", "sliced", "split_placement", "whole"]
@@ -46,10 +47,8 @@ def sliced(tensor: Tensor, placement: Placement, at: Mapping[str, int], sizes: M
     for dim, axes in enumerate(placement):
         if not axes:
             continue
-        index = 0
-        for name in axes:
-            index = index * sizes[name] + at[name]
-        width = tensor.shape[dim] // prod(sizes[a] for a in axes)
+        index, count = part_at(axes, at, sizes)
+        width = tensor.shape[dim] // count
         tensor = tensor.narrow(dim, index * width, width)
     return tensor
 

@@ -16,7 +16,7 @@ __all__ = ["SavedBytes"]
 
 
 class SavedBytes:
-    """Counts within a `with` block. A tensor counts for the layer whose module runs then, else for the last one that ran."""
+    """Counts within a `with` block. A tensor counts for the layer whose module runs then, else for the last layer that one counted for."""
 
     def __init__(self, facts: ModelFacts, run: WholeRun, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         self._run = run
@@ -42,7 +42,7 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         with self._run.muted():
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._exempt and self._seen:
+            if storage._cdata not in self._exempt:
                 self._layer = self._now()
                 self._seen[self._layer][storage._cdata] = storage.nbytes()
                 self._alive.append(tensor.detach())

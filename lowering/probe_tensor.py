@@ -22,20 +22,18 @@ from pdsl.lowering.factory import describe_error, on_path, resolve
 from pdsl.lowering.facts import SINGLE_INPUT, LayerKind, ModelFacts
 from pdsl.lowering.places import MeshAxis
 from pdsl.lowering.plan import ParameterLayout
-from pdsl.lowering.probe import skeleton, take_rows, taken_entries
+from pdsl.lowering.probe import give_memory, skeleton, take_rows, taken_entries
 from pdsl.lowering.probe_pass import is_plain_sequential, loss_of, parameter_groups
 from pdsl.lowering.probe_placed import Placement, axes_of, split_placement, whole
 from pdsl.lowering.probe_saved import SavedBytes
 from pdsl.lowering.probe_tensor_flow import flow_back
 from pdsl.lowering.probe_tensor_trace import PartRun, ProblemFound, WholeRun
-from pdsl.lowering.styles import ModuleStyle, is_sequence, module_style, sequence_of, split_axes
-from pdsl.lowering.tensor_facts import SplitInput, TensorFacts, TensorProblem
+from pdsl.lowering.styles import ModuleStyle, is_sequence, module_style, sequence_of, split_axes, split_modules
+from pdsl.lowering.tensor_facts import SEQUENCE, SplitInput, TensorFacts, TensorProblem
 
 __all__ = ["tensor_probe"]
 
 _ROWS = 2
-_FILL = 0.02
-_STREAM = -2  # the dim of (..., sequence, features) along which a stream is split
 
 
 def tensor_probe(
@@ -98,7 +96,7 @@ class _Probed:
     def run_whole(self, model: nn.Module, batch: Mapping[str, Tensor] | Tensor, name: str) -> dict[str, Tensor]:
         """Run the model of a name whole; the entries that it was given. Raises ModelError, or ProblemFound if a module cannot be split."""
         rows = {n: take_rows(t, _ROWS) for n, t in (batch.items() if isinstance(batch, Mapping) else ((SINGLE_INPUT, batch),))}
-        _give_memory(model, {})
+        give_memory(model)
         self._prepare(model, self.whole, None)
         self.saved_whole = SavedBytes(self.facts, self.whole, model, rows)
         with self.whole, self.saved_whole:
@@ -106,18 +104,17 @@ class _Probed:
                 self._call(model, rows)
             except Exception as error:
                 raise ModelError(f"{name}: the forward pass failed: {describe_error(error)}") from error
-        self._model, self._rows = model, rows
+        self._model = model
         return rows
 
     _model: nn.Module = field(init=False)
-    _rows: dict[str, Tensor] = field(init=False)
 
     def run_part(self, model: nn.Module, rows: dict[str, Tensor]) -> TensorFacts:
         """Run the model as a tensor rank. Raises ProblemFound."""
         self.part = PartRun(self.whole.events, self.axes)
         sizes = {a.name: a.size for a in self.axes}
         placements = {name: self._placement(name) for name in self.layouts}
-        _give_memory(model, {n: [prod(sizes[a] for a in split) for split in p] for n, p in placements.items()})
+        give_memory(model, parts={n: [prod(sizes[a] for a in split) for split in p] for n, p in placements.items()})
         twins = dict(self._model.named_parameters(remove_duplicate=False))
         names = {}
         for canonical, group in parameter_groups(model).items():
@@ -146,7 +143,7 @@ class _Probed:
                     "layout", f"what the model returns lies split over {over}: its last module must give whole tensors", [tensor]
                 )
         partial = flow_back(self.part, ends, names)
-        self._check_sequence(partial, model)
+        self._check_sequence(partial)
         return TensorFacts(
             partial=tuple(sorted((*partial.items(), *self.biases))),
             sequence=self.sequence,
@@ -168,7 +165,7 @@ class _Probed:
             return model(next(iter(rows.values())))
         return model(**rows)
 
-    def _check_sequence(self, partial: Mapping[str, tuple[str, ...]], model: nn.Module) -> None:
+    def _check_sequence(self, partial: Mapping[str, tuple[str, ...]]) -> None:
         for name, layout in self.layouts.items():
             p = self.facts.parameter(name)
             if is_sequence(layout) and p.layers and name not in partial:
@@ -204,14 +201,16 @@ class _Probed:
         def forward(input: Tensor) -> Tensor:  # noqa: A002  as in torch
             with part.muted():
                 placed = part.placement(input)
-                gathers = bool(stream) and input.dim() > 1 and placed == split_placement(input.dim(), _STREAM, stream) and style.takes_whole
-                self._check_input(part, placed, style, path, name, input, gathers=gathers)
-                x = torch.cat([input] * self._parts, _STREAM) if gathers else input
+                gathers = (
+                    bool(stream) and input.dim() > 1 and placed == split_placement(input.dim(), SEQUENCE, stream) and style.takes_whole
+                )
+                self._check_input(placed, style, path, name, input, gathers=gathers)
+                x = torch.cat([input] * self._parts, SEQUENCE) if gathers else input
                 y = _computed(module, x, style, sizes)
                 scatters = bool(stream) and in_stream and bool(style.inputs) and not style.takes_whole
                 placement = whole(y.dim()) if style.gives_whole else split_placement(y.dim(), -1, style.outputs)
                 if scatters:
-                    y, placement = self._narrowed(part, y, path), split_placement(y.dim(), _STREAM, stream)
+                    y, placement = self._narrowed(part, y, path), split_placement(y.dim(), SEQUENCE, stream)
                     self.scatters.append(path)
                     self.biases += [(f"{path}.bias", stream)] if getattr(module, "bias", None) is not None else []
                 self.gathers |= {path: (0,)} if gathers else {}
@@ -224,24 +223,19 @@ class _Probed:
 
         return forward
 
-    def _check_input(
-        self, part: PartRun, placed: Placement | None, style: ModuleStyle, path: str, name: str, given: Tensor, *, gathers: bool
-    ) -> None:
-        part.at.append(path)
+    def _check_input(self, placed: Placement | None, style: ModuleStyle, path: str, name: str, given: Tensor, *, gathers: bool) -> None:
         if placed is None:
-            raise part.problem("layout", f"{path} is given a tensor of which is not known where it came from")
+            raise ProblemFound(TensorProblem("layout", path, f"{path} is given a tensor of which is not known where it came from"))
         wanted = whole(given.dim()) if style.takes_whole else split_placement(given.dim(), -1, style.inputs)
         if placed != wanted and not gathers:
             lies = "whole" if not axes_of(placed) else f"split over {', '.join(sorted(axes_of(placed)))} in dim {_first(placed)}"
             takes = "whole ones" if style.takes_whole else f"those whose last dim is split over {', '.join(style.inputs)}"
-            problem = part.problem("layout", f"{path} takes {takes}, and is given a tensor that lies {lies}", [given])
-            raise ProblemFound(TensorProblem("layout", path, problem.problem.text, name))
-        part.at.pop()
+            raise ProblemFound(TensorProblem("layout", path, f"{path} takes {takes}, and is given a tensor that lies {lies}", name))
 
     def _narrowed(self, part: PartRun, tensor: Tensor, where: str) -> Tensor:
         """A part of a stream. Raises ProblemFound if its sequence cannot be divided."""
         dims = tensor.dim()
-        length = tensor.shape[_STREAM] if dims > 1 else 0
+        length = tensor.shape[SEQUENCE] if dims > 1 else 0
         if length % self._parts or dims < 3:
             over = ", ".join(self.sequence)
             text = (
@@ -250,7 +244,7 @@ class _Probed:
                 else f"a stream of {dims} dims has no sequence: expected (rows, sequence, features)"
             )
             raise ProblemFound(TensorProblem("sequence", where, text))
-        return tensor.narrow(_STREAM, 0, length // self._parts)
+        return tensor.narrow(SEQUENCE, 0, length // self._parts)
 
     # --- the stream between the layers ----------------------------------------------------------------------------------------------------
 
@@ -306,8 +300,7 @@ class _Probed:
     def _wholes(self) -> list[str]:
         """Modules between a block and its split projections: attention and the like, which look at the length of what they are given."""
         blocks = {self.facts.layers[i].name for i in self._blocks}
-        split = [n.rpartition(".")[0] for p in self.facts.parameters for n in (p.name, *p.aliases) if self.layouts[p.name].splits]
-        parents = dict.fromkeys(path.rpartition(".")[0] for path in split)
+        parents = dict.fromkeys(path.rpartition(".")[0] for path in split_modules(self.facts.parameters, self.layouts.values()))
         inside = [n for n in parents if n not in blocks and any(n.startswith(f"{b}.") for b in blocks)]
         return [
             n for n in inside if not any(is_sequence(self.layouts[p.name]) and p.name.startswith(f"{n}.") for p in self.facts.parameters)
@@ -323,8 +316,8 @@ class _Probed:
                     if not isinstance(tensor, Tensor) or not tensor.requires_grad or tensor.dim() < 2:
                         continue
                     placed = part.placement(tensor) if part is not None else None
-                    split = placed == split_placement(tensor.dim(), _STREAM, self.sequence)
-                    leaves[i] = torch.cat([tensor] * self._parts, _STREAM) if split else tensor.clone()
+                    split = placed == split_placement(tensor.dim(), SEQUENCE, self.sequence)
+                    leaves[i] = torch.cat([tensor] * self._parts, SEQUENCE) if split else tensor.clone()
                     if split:
                         self.gathers[path] = (*self.gathers.get(path, ()), i)
                         self._exchanged.add((id(leaves[i]), self.sequence, ()))
@@ -342,8 +335,8 @@ class _Probed:
         for index, boundary in enumerate(self.facts.layers[layer].inputs):
             tensor = leaves[boundary.leaf]
             placed = part.placement(tensor) or ()
-            if placed == split_placement(tensor.dim(), _STREAM, self.sequence):
-                self.inputs.append(SplitInput(layer, index, tensor.dim() + _STREAM, self.sequence))
+            if placed == split_placement(tensor.dim(), SEQUENCE, self.sequence):
+                self.inputs.append(SplitInput(layer, index, tensor.dim() + SEQUENCE, self.sequence))
             elif axes_of(placed):
                 raise part.problem("layout", f"a tensor that crosses into {self.facts.layers[layer].name} lies split", [tensor])
 
@@ -357,37 +350,24 @@ class _Probed:
                 new = tensor.clone()
             else:
                 new = self._narrowed(part, tensor, self.facts.layers[layer].name).clone()
-                self.enters.append(SplitInput(layer, index, tensor.dim() + _STREAM, self.sequence))
+                self.enters.append(SplitInput(layer, index, tensor.dim() + SEQUENCE, self.sequence))
             made[boundary.leaf] = new
-            run.note_module("(enter)", [tensor], [new], [split_placement(tensor.dim(), _STREAM, self.sequence)])
+            run.note_module("(enter)", [tensor], [new], [split_placement(tensor.dim(), SEQUENCE, self.sequence)])
         return made
 
     def _exit(self, index: int, tensor: Any, run: WholeRun, part: PartRun | None) -> Any:
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             return tensor
         placed = part.placement(tensor) if part is not None else None
-        split = placed is not None and tensor.dim() > 1 and placed == split_placement(tensor.dim(), _STREAM, self.sequence)
-        new = torch.cat([tensor] * self._parts, _STREAM) if split else tensor.clone()
+        split = placed is not None and tensor.dim() > 1 and placed == split_placement(tensor.dim(), SEQUENCE, self.sequence)
+        new = torch.cat([tensor] * self._parts, SEQUENCE) if split else tensor.clone()
         if split:
-            self.exits.append((index, tensor.dim() + _STREAM))
+            self.exits.append((index, tensor.dim() + SEQUENCE))
         run.note_module("(exit)", [tensor], [new], [whole(tensor.dim()) if split or placed is None else placed])
         return new
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------------------------
-
-
-def _give_memory(model: nn.Module, parts: Mapping[str, Sequence[int]]) -> None:
-    """Replace every parameter by one of a scalar, expanded to its shape, divided by `parts` where they name it."""
-    for canonical, group in parameter_groups(model).items():
-        shape, dtype = tuple(group[0][1].shape), group[0][1].dtype
-        local = [size // n for size, n in zip(shape, parts.get(canonical, (1,) * len(shape)), strict=True)]
-        floating = dtype.is_floating_point or dtype.is_complex
-        made = nn.Parameter(torch.full((), _FILL if floating else 0, dtype=dtype).expand(local), requires_grad=floating)
-        for name, parameter in group:
-            made.__dict__.update(parameter.__dict__)
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = made
 
 
 def _check_module(module: nn.Module, path: str, name: str) -> None:
@@ -418,7 +398,7 @@ def _computed(module: nn.Module, x: Tensor, style: ModuleStyle, sizes: Mapping[s
         y = nn.functional.embedding(x % module.weight.shape[0], module.weight)
     else:
         assert isinstance(module, nn.Linear)
-        y = nn.functional.linear(x[..., : module.weight.shape[1]], module.weight, module.bias)
+        y = nn.functional.linear(x[..., : module.weight.shape[1]].contiguous(), module.weight, module.bias)
     return torch.cat([y] * parts, -1) if parts > 1 and style.gives_whole else y
 
 

@@ -30,7 +30,7 @@ def flow_back(run: PartRun, ends: Sequence[Tensor], names: Mapping[int, str]) ->
     for event in reversed(run.events):
         reached = [t for t in event.outputs if id(t) in states]
         for tensor in reached:
-            _agree(run, event, states[id(tensor)], places.get(id(tensor)), names.get(id(tensor), ""))
+            _agree(states[id(tensor)], places.get(id(tensor), event), names.get(id(tensor), ""))
         if not reached:
             continue
         found = {next(iter(states[id(t)])) for t in reached}
@@ -38,7 +38,7 @@ def flow_back(run: PartRun, ends: Sequence[Tensor], names: Mapping[int, str]) ->
             _check_module(event, found)
             _reach(run, event, states, places, _FULL, frozenset(), outputs=frozenset())
             continue
-        _agree(run, event, found, event, "")
+        _agree(found, event, "")
         split = frozenset().union(*(axes_of(p) for t, p in zip(event.outputs, event.placements, strict=True) if id(t) in states))
         _reach(run, event, states, places, next(iter(found)), split, outputs=frozenset(id(t) for t in event.outputs))
     partial = {}
@@ -69,9 +69,9 @@ def _reach(
         places.setdefault(id(tensor), event)
 
 
-def _agree(run: PartRun, event: Event, found: set[_State], used: Event | None, name: str) -> None:
+def _agree(found: set[_State], event: Event, name: str) -> None:
     if len(found) > 1:
-        _mixed(used or event, name)
+        _mixed(event, name)
 
 
 def _check_module(event: Event, found: set[_State]) -> None:

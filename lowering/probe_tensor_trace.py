@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -215,9 +216,7 @@ class PartRun(WholeRun):
             if placement is None or before is None or not twin.outputs:
                 continue
             for dim, axes in enumerate(placement):
-                parts = 1
-                for name in axes:
-                    parts *= sizes[name]
+                parts = prod(sizes[name] for name in axes)
                 shape = tuple(twin.outputs[0].shape)
                 heads = next((h for h, k in zip(shape[dim:], shape[dim + 1 :], strict=False) if h * k == before.shape[dim]), 0)
                 if parts > 1 and heads and heads % parts:

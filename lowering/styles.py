@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
+from pdsl.lowering.facts import ParameterFacts
 from pdsl.lowering.places import MeshAxis
 from pdsl.lowering.plan import ParameterLayout
 
-__all__ = ["ModuleStyle", "is_sequence", "module_style", "sequence_of", "split_axes"]
+__all__ = ["ModuleStyle", "is_sequence", "module_style", "sequence_of", "split_axes", "split_modules"]
 
 
 @frozen
@@ -39,6 +40,12 @@ def module_style(layout: ParameterLayout, axes: Sequence[MeshAxis], *, embedding
 def split_axes(names: tuple[str, ...], axes: Sequence[MeshAxis]) -> tuple[str, ...]:
     """The axes that a split names; a plan names none where it means all. A role without axes by name counts as one axis."""
     return names or tuple(a.name for a in axes) or ("tensor",)
+
+
+def split_modules(parameters: Iterable[ParameterFacts], layouts: Iterable[ParameterLayout]) -> tuple[str, ...]:
+    """The modules with a parameter that tensor axes split, under all their names, in the order of the model. `layouts` are those of the parameters."""
+    split = (p for p, layout in zip(parameters, layouts, strict=True) if layout.splits)
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for p in split for name in (p.name, *p.aliases)))
 
 
 def is_sequence(layout: ParameterLayout) -> bool:

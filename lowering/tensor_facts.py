@@ -14,7 +14,10 @@ from attrs import frozen
 
 from pdsl.lowering.places import MeshAxis
 
-__all__ = ["SplitInput", "TensorFacts", "TensorProblem", "local_dims"]
+__all__ = ["SEQUENCE", "SplitInput", "TensorFacts", "TensorProblem", "local_dims"]
+
+SEQUENCE = -2
+"""The dim of a stream (..., sequence, features) along which it is split."""
 
 
 @frozen

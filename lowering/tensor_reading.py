@@ -11,7 +11,6 @@ from typing import Any
 from attrs import evolve
 
 from pdsl.grammar.cache import read_entry, write_entry
-from pdsl.grammar.errors import ModelError
 from pdsl.lowering.depends import still_so, watching
 from pdsl.lowering.factory import plain_arguments
 from pdsl.lowering.facts import ModelFacts
@@ -21,6 +20,7 @@ from pdsl.lowering.mesh import TENSOR, Mesh
 from pdsl.lowering.parts import role_axes
 from pdsl.lowering.places import MeshAxis
 from pdsl.lowering.plan import ParameterLayout
+from pdsl.lowering.precision import RunAs
 from pdsl.lowering.serial import dump, load
 from pdsl.lowering.spec import Spec
 from pdsl.lowering.styles import is_sequence
@@ -39,10 +39,13 @@ _READERS = (
 )  # as in `facts_cache`
 
 
-def with_tensor_facts(spec: Spec, facts: ModelFacts, mesh: Mesh, *, batch: Callable[[], Any], model: Any = None) -> ModelFacts:
+def with_tensor_facts(
+    spec: Spec, facts: ModelFacts, mesh: Mesh, *, batch: Callable[[], Any], model: Any = None, cache: bool = True
+) -> ModelFacts:
     """The facts, with what the layouts of the spec over the tensor axes of a mesh do to the model; as they are where no layout uses one.
 
-    `batch` gives an example batch, `model` is a function that makes the model in place of the factory of the spec. Raises ModelError.
+    `batch` gives an example batch, `model` is a function that makes the model in place of the factory of the spec; without `cache` what the spec says
+    does not decide about them. Raises ModelError.
     """
     axes = role_axes(mesh.axes, TENSOR)
     layouts = parameter_layouts(facts, spec.shard, shard_size=mesh.shard_size, tensor_size=mesh.tensor_size, axes=mesh.axes)
@@ -50,17 +53,17 @@ def with_tensor_facts(spec: Spec, facts: ModelFacts, mesh: Mesh, *, batch: Calla
     if not axes or not split or not facts.inputs or facts.tensor is not None:
         return facts
     layouts = tuple(evolve(layout, line=0) for layout in layouts)
-    key = _key(spec, layouts, axes) if model is None else None
+    key = _key(spec, layouts, axes) if cache else None
     found = _cached(key) if key is not None else None
     if found is None:
         from pdsl.lowering.probe_tensor import tensor_probe  # loads torch
 
-        if model is None and spec.model is None:
-            raise ModelError("the spec names no model: give one to compile")
-        arguments = plain_arguments(spec.model.arguments) if spec.model is not None and model is None else {}
-        factory = model if model is not None else spec.model.factory if spec.model is not None else ""
+        assert model is not None or spec.model is not None
+        make, arguments = (
+            (model, {}) if spec.model is None or model is not None else (spec.model.factory, plain_arguments(spec.model.arguments))
+        )
         with watching() as watch:
-            found = tensor_probe(factory, arguments, batch=batch(), facts=facts, layouts=layouts, axes=axes, directory=spec.directory)
+            found = tensor_probe(make, arguments, batch=batch(), facts=facts, layouts=layouts, axes=axes, directory=spec.directory)
         read = watch.stamps()
         if key is not None and read is not None:
             write_entry(_entry(key), key, f"{json.dumps(read)}\n{dump(found)}")
@@ -69,8 +72,9 @@ def with_tensor_facts(spec: Spec, facts: ModelFacts, mesh: Mesh, *, batch: Calla
 
 def _key(spec: Spec, layouts: tuple[ParameterLayout, ...], axes: tuple[MeshAxis, ...]) -> str | None:
     assert spec.model is not None
-    data = spec.train.data if spec.train is not None else None
-    base = facts_key(spec.model.factory, spec.model.arguments, data=data, directory=spec.directory)
+    data, shared = (spec.train.data, spec.train.shared) if spec.train is not None else (None, ())
+    as_read = RunAs(shared=shared)  # the probe runs the model in its own formats
+    base = facts_key(spec.model.factory, spec.model.arguments, data=data, directory=spec.directory, run_as=as_read)
     if base is None:
         return None
     whole = hashlib.sha256(f"{base} {axes!r} {layouts!r}".encode())

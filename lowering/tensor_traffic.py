@@ -9,7 +9,7 @@ from pdsl.lowering.ownership import stages_using
 from pdsl.lowering.parts import parts
 from pdsl.lowering.plan import Plan
 from pdsl.lowering.precision import compute_format
-from pdsl.lowering.styles import ModuleStyle, module_style
+from pdsl.lowering.styles import ModuleStyle, module_style, split_modules
 from pdsl.lowering.tensor_facts import TensorFacts
 
 __all__ = ["tensor_traffic", "tokens_of"]
@@ -33,7 +33,8 @@ def tensor_traffic(plan: Plan, rank: int) -> int:
         style = module_style(layout, plan.tensor_axes, embedding=p.module == "Embedding")
         total += uses * _Module(plan, p, style).sent()
     mine = [i for s in stages if s.position == at.position for i in range(s.start, s.stop)]
-    total += sum(_stream(plan, i) for i in mine)
+    styled = split_modules(plan.facts.parameters, plan.layouts)
+    total += sum(_stream(plan, i, styled) for i in mine)
     return round(total * len(plan.pipelines[at.pipeline].microbatches))
 
 
@@ -98,7 +99,7 @@ class _Module:
         return parts(self._plan.tensor_axes, axes, self._plan.tensor_size) if axes else 1
 
 
-def _stream(plan: Plan, layer: int) -> float:
+def _stream(plan: Plan, layer: int, styled: tuple[str, ...]) -> float:
     """Bytes that a rank sends where the stream enters and leaves its split form in a layer, or is gathered for a module that splits nothing by itself."""
     facts = plan.facts.tensor
     if facts is None or not facts.sequence:
@@ -107,7 +108,6 @@ def _stream(plan: Plan, layer: int) -> float:
     share = _share(parts(plan.tensor_axes, facts.sequence, plan.tensor_size))
     stream = _nearest(plan.facts, layer)
     size = prod(stream) * plan.rows_per_rank * _stream_item(here)
-    styled = {n.rpartition(".")[0] for p in plan.facts.parameters if plan.layout(p.name).splits for n in (p.name, *p.aliases)}
     inside = [where for path, where in facts.gathers if path not in styled and any(path.startswith(f"{m}.") for m in here.modules)]
     entering = sum(e.layer == layer for e in facts.enters)
     blocks = [e.layer for e in facts.enters] + [s.layer for s in facts.inputs]

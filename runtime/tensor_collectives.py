@@ -7,13 +7,16 @@ of the computation and a sum that scatters.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["TensorGroup", "enter", "gather", "gather_both", "gather_parts", "scatter_sum", "slice_of", "sum_of"]
+
+_Exchanging: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class TensorGroup:
@@ -42,7 +45,7 @@ class TensorGroup:
         if self._places:
             chunks = whole.chunk(self.size)
             whole = torch.cat([chunks[self._places.index(i)] for i in range(self.size)])
-        return whole.movedim(0, dim)
+        return whole.movedim(0, dim).contiguous()  # else every projection of it would copy it, and keep its copy
 
     def scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part, along a dim, of the sum over the ranks."""
@@ -65,47 +68,17 @@ class TensorGroup:
         return tensor.detach().narrow(dim, self.index * width, width).contiguous()
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+class _Exchange(torch.autograd.Function):
+    """What `there` makes of a tensor; its backward is what `back` makes of the gradient of that."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(grad), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        return group.sum(tensor)
-
-    @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.gather(tensor, dim)
+    def forward(ctx: Any, tensor: Tensor, there: _Exchanging, back: _Exchanging) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.slice(grad, ctx.dim), None, None
-
-
-class _GatherParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.gather(tensor, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.scatter(grad, ctx.dim), None, None
+        return ctx.back(grad), None, None
 
 
 class _GatherBoth(torch.autograd.Function):
@@ -123,46 +96,28 @@ class _GatherBoth(torch.autograd.Function):
         return mine if theirs is None else theirs if mine is None else mine + theirs, None, None
 
 
-class _Slice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.slice(tensor, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.gather(grad, ctx.dim), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.scatter(tensor, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.gather(grad, ctx.dim), None, None
+def _exchanged(tensor: Tensor, there: _Exchanging, back: _Exchanging) -> Tensor:
+    return _Exchange.apply(tensor, there, back)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
     """A whole tensor, for computing a different part on each rank: the backward sums the gradients of the parts."""
-    return _Enter.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _exchanged(tensor, lambda t: t.view_as(t), group.sum)
 
 
 def sum_of(tensor: Tensor, group: TensorGroup) -> Tensor:
     """The whole from a term on each rank."""
-    return _Sum.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _exchanged(tensor, group.sum, lambda grad: grad)
 
 
 def gather(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """The whole from a part on each rank, used in the same way on all of them: the backward takes the part of the gradient."""
-    return _Gather.apply(tensor, group, dim)  # type: ignore[no-any-return,no-untyped-call]
+    return _exchanged(tensor, lambda t: group.gather(t, dim), lambda grad: group.slice(grad, dim))
 
 
 def gather_parts(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """The whole from a part on each rank, for computing a different part on each: the backward sums the gradients and takes the part."""
-    return _GatherParts.apply(tensor, group, dim)  # type: ignore[no-any-return,no-untyped-call]
+    return _exchanged(tensor, lambda t: group.gather(t, dim), lambda grad: group.scatter(grad, dim))
 
 
 def gather_both(tensor: Tensor, group: TensorGroup, dim: int) -> tuple[Tensor, Tensor]:
@@ -173,9 +128,9 @@ def gather_both(tensor: Tensor, group: TensorGroup, dim: int) -> tuple[Tensor, T
 
 def slice_of(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """This rank's part of a whole: the backward gathers the gradients of all parts."""
-    return _Slice.apply(tensor, group, dim)  # type: ignore[no-any-return,no-untyped-call]
+    return _exchanged(tensor, lambda t: group.slice(t, dim), lambda grad: group.gather(grad, dim))
 
 
 def scatter_sum(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """This rank's part of the sum of a term on each rank: the backward gathers the gradients of all parts."""
-    return _ScatterSum.apply(tensor, group, dim)  # type: ignore[no-any-return,no-untyped-call]
+    return _exchanged(tensor, lambda t: group.scatter(t, dim), lambda grad: group.gather(grad, dim))

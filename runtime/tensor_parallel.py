@@ -16,20 +16,17 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pdsl.grammar.errors import RunError
-from pdsl.lowering.boxes import Box
+from pdsl.lowering.boxes import Box, tensor_box
 from pdsl.lowering.facts import LayerKind, ParameterFacts
 from pdsl.lowering.ownership import owned_parameters
 from pdsl.lowering.parts import named_axes, part
 from pdsl.lowering.plan import ParameterLayout, Plan
-from pdsl.lowering.styles import ModuleStyle, module_style
-from pdsl.lowering.tensor_facts import TensorFacts
+from pdsl.lowering.styles import ModuleStyle, module_style, split_modules
+from pdsl.lowering.tensor_facts import SEQUENCE, TensorFacts
 from pdsl.runtime.meshes import IslandMesh, mesh_dim
 from pdsl.runtime.tensor_collectives import TensorGroup, enter, gather, gather_both, gather_parts, scatter_sum, slice_of, sum_of
 
 __all__ = ["apply_tensor_parallel", "live_names"]
-
-SEQUENCE = -2
-"""The dim of a stream (..., sequence, features) along which it is split."""
 
 
 def live_names(model: nn.Module, plan: Plan, rank: int) -> dict[str, str]:
@@ -79,23 +76,13 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, rank: int, mesh: IslandM
         layout = plan.layout(p.name)
         if not layout.splits:
             continue
-        bounds = box_of_tensor(plan, p, at.tensor)
+        bounds = tensor_box(plan, p, at.tensor)
         names = _used_names(plan, rank, p)
         _split_parameter(model, names, bounds)
         for module, leaf in (n.rpartition(".")[::2] for n in names):
             if leaf != "bias":  # a bias goes with the weight of its module
                 _replace_forward(model, module, layout, bounds, groups, facts)
     _split_stream(model, plan, facts, groups)
-
-
-def box_of_tensor(plan: Plan, p: ParameterFacts, tensor: int) -> Box:
-    """The part of a parameter at a tensor coordinate, before anything is sharded."""
-    bounds = [(0, size) for size in p.shape]
-    for dim, axes in plan.layout(p.name).splits:
-        index, count = part(plan.tensor_axes, axes, tensor, plan.tensor_size)
-        width = p.shape[dim] // count
-        bounds[dim] = (index * width, (index + 1) * width)
-    return tuple(bounds)
 
 
 class _Groups:
@@ -258,7 +245,7 @@ def _split_stream(model: nn.Module, plan: Plan, facts: TensorFacts, groups: _Gro
         leaves, spec = tree_flatten(output)
         return tree_unflatten([gather(t, group, leaving[i]) if i in leaving else t for i, t in enumerate(leaves)], spec)
 
-    styled = {n.rpartition(".")[0] for p in plan.facts.parameters if plan.layout(p.name).splits for n in (p.name, *p.aliases)}
+    styled = split_modules(plan.facts.parameters, plan.layouts)
     for name, where in facts.gathers:
         if name not in styled:  # those gather by themselves
             model.get_submodule(name).register_forward_pre_hook(_giving_whole(group, facts.sequence, where), with_kwargs=True)

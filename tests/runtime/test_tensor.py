@@ -16,6 +16,7 @@ from pdsl.runtime.rows import step_indices
 from pdsl.runtime.session import Session
 from pdsl.runtime.tensor_collectives import TensorGroup
 from pdsl.runtime.verify import assemble
+from tests.batch_models import mixed_rows
 from tests.equality import _rank, check_against_one_process, compile_text, spec_text, tensor_rules
 from tests.equality import one_process as gpt_in_one_process
 from tests.pool import Pool
@@ -311,6 +312,44 @@ def test_bytes_between_tensor_ranks_are_predicted(pool: Pool, axes: dict[str, in
     assert [t.tensor for t in cost(plan).traffic] == counted
 
 
+# --- what is kept ---------------------------------------------------------------------------------------------------------------------
+
+
+def _count_kept(rank: int, world: int, store: Any, plan: str) -> int:
+    """Bytes that autograd keeps on a rank from a forward of two rows to its backward, each storage once."""
+    rows, kept, alive = llama_rows().rows(range(2)), dict[int, int](), list[torch.Tensor]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor.detach())  # storages keep their addresses as long as they live
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with Session(Plan.from_json(plan), rank, store) as session:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            session.model(**rows)
+        session.step(llama_rows().rows(range(BATCH)))  # no rank leaves before all have come
+        held = (*session.model.parameters(), *session.model.buffers(), *rows.values())
+        return sum(kept.values()) - sum(kept.get(t.untyped_storage().data_ptr(), 0) for t in held)
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules", "model"),
+    [
+        ({"tp": 2}, MATRICES, {}),
+        ({"tp": 2}, SEQUENCE + MATRICES, {}),
+        ({"tp": 2}, SEQUENCE + MATRICES, {"bias": True, "norm": True}),
+        ({"tp": 2}, '"layers.*.attn.wqkv.weight" => [tp, _]\n"layers.*.attn.wo.weight" => [_, tp]\n', {"fused": True, "bias": True}),
+        ({"a": 2, "b": 2}, '"head.weight" => [a, b]\n"layers.*.mlp.w2.weight" => [b, a]\n', {}),
+    ],
+    ids=["pairs", "sequence", "sequence with biases", "slots", "two dims"],
+)
+def test_bytes_that_a_tensor_rank_keeps_are_predicted(pool: Pool, axes: dict[str, int], rules: str, model: dict[str, Any]) -> None:
+    plan = pdsl.compile(pdsl.load(text(axes, rules + REST, **model)))
+    assert plan.facts.tensor is not None
+    kept = sum(part for part, _ in plan.facts.tensor.saved)
+    assert pool.run(_count_kept, plan.world_size, plan.to_json()) == [kept] * plan.world_size
+
+
 # --- what the check refuses -----------------------------------------------------------------------------------------------------------
 
 
@@ -333,3 +372,23 @@ def test_what_a_rank_would_compute_otherwise_is_refused(
     with pytest.raises(SpecError) as caught:
         pdsl.compile(pdsl.load(text(axes, rules, **model)))
     assert {d.code for d in caught.value.diagnostics if words in d.message} == {code}
+
+
+def test_rows_that_are_given_decide_in_place_of_those_of_the_spec() -> None:
+    spec = pdsl.load(text({"tp": 2}, SEQUENCE + MATRICES + REST))
+    pdsl.compile(spec)
+    with pytest.raises(SpecError) as caught:
+        pdsl.compile(spec, batch=llama_rows(7).rows(range(2)))
+    assert [d.code for d in caught.value.diagnostics] == ["PDL313"]
+
+
+def test_shared_entries_of_rows_that_are_given_stay_whole_for_tensor_ranks() -> None:
+    spec = pdsl.load("""pdsl 1
+mesh { axis tp = 2 }
+model "tests.batch_models:mixed" {}
+shard { "**.linear.weight" => [tp, _]; "**" => replicate() }
+train { data = source("tests.batch_models:mixed_rows", size = 11); batch = 4; steps = 1; optimizer = sgd(lr = 1.0); shared = ["mask"] }
+""")
+    plan = pdsl.compile(spec, batch=mixed_rows(11).rows(range(3)))  # the mask is 3 x 3
+    assert plan.facts.tensor is not None
+    assert plan.facts.tensor.problems == ()

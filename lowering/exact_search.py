@@ -24,7 +24,6 @@ class Exact:
     makespan: int | None
     rows: Ops | None
     proven: bool
-    nodes: int
 
 
 @frozen
@@ -176,4 +175,4 @@ def exact_search(problem: Problem, *, below: int | None = None, nodes: int = 20_
     search = _Search(problem, work if below is None else below, nodes)
     proven = search.run()
     found = search.best if search.rows is not None else None
-    return Exact(found, search.rows, proven, nodes - search.left)
+    return Exact(found, search.rows, proven)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from attrs import frozen
 
 from pdsl.lowering.schedule import Op, Operation, Schedule
-from pdsl.lowering.schedules import FAMILIES, placed
+from pdsl.lowering.schedules import SCHEDULES, placed
 from pdsl.lowering.simulate import StageCosts, StuckSchedule, Where, at_action, simulate
 
 __all__ = ["Finding", "check_schedule", "findings_of"]
@@ -66,8 +66,8 @@ def _placement(schedule: Schedule, where: Where) -> Iterator[str]:
     for position in range(schedule.positions):
         if not schedule.stages_at(position):
             yield f"{where(position, None)} has no stage"
-    family = FAMILIES.get(schedule.name)
-    if family is None or family.placement == "free":
+    family = SCHEDULES.get(schedule.name)
+    if family is None:
         return
     kind = "V" if family.placement == "v" else "loop"
     wanted = placed(family.placement, schedule.positions, schedule.stages // schedule.positions)

@@ -55,7 +55,7 @@ __all__ = [
     "zero_bubble_2",
 ]
 
-Placement: TypeAlias = Literal["loop", "v", "free"]
+Placement: TypeAlias = Literal["loop", "v"]
 
 Counts: TypeAlias = Callable[[int, int, int], int]
 """Something of (positions, microbatches, virtual)."""
@@ -396,13 +396,11 @@ SCHEDULES: Mapping[str, ScheduleFamily] = MappingProxyType(
 
 @frozen
 class OtherFamily:
-    """A schedule that the language knows and that is not generated from counts: it is searched for, or read from a file."""
+    """A schedule that the language knows and that is not generated from counts: it is searched for, or read from a file. Its stages may be anywhere."""
 
     name: str
     summary: str
     arguments: tuple[str, ...]
-    placement: Placement = "free"
-    stages_per_position: int | None = None
 
 
 SEARCHED: Mapping[str, OtherFamily] = MappingProxyType(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdsl.grammar.diagnostics import Diagnostic, Label, Severity
 from pdsl.lowering.rules.base import Context, Rule, listed, plural
-from pdsl.lowering.schedules import FAMILIES, SCHEDULES
+from pdsl.lowering.schedules import SCHEDULES
 from pdsl.lowering.spec import PipelineSpec
 from pdsl.lowering.values import near
 
@@ -311,6 +311,6 @@ class TiedOverStages(Rule):
             found = dict.fromkeys(pipeline.stages[owners[i][0]].name for i in p.layers if owners[i])
             return f"stages {listed(found)}" if len(found) > 1 else None
         ends = min(p.layers) == 0 and max(p.layers) == len(facts.layers) - 1
-        family = FAMILIES.get(pipeline.schedule.name)
+        family = SCHEDULES.get(pipeline.schedule.name)
         together = ", which one position runs" if family is not None and family.placement == "v" else ""
         return f"the first and the last of {stages} stages{together}" if ends else None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,21 +12,9 @@ from pdsl.runtime.local import local_tensor
 from pdsl.runtime.rows import read_rows
 from pdsl.runtime.session import Session
 from pdsl.runtime.train import make_dataset
+from tests.quiet import quiet
 
 __all__ = ["peak_bytes"]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The profiler tells stderr that it begins and ends, from C++."""
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
 
 
 def peak_bytes(rank: int, _world: int, store: Any, text: str) -> int:
@@ -49,7 +35,7 @@ def peak_bytes(rank: int, _world: int, store: Any, text: str) -> int:
 
 
 def _most_allocated(step: Callable[[], object]) -> int:
-    with _quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     now = most = 0

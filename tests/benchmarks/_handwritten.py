@@ -86,7 +86,7 @@ class Handwritten:
 
 class Replicated(Handwritten):
     def build(self, model: GPT) -> nn.Module:
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.model: nn.Module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return model
 
     def rows(self, tokens: Tensor) -> Tensor:
@@ -98,51 +98,39 @@ class Replicated(Handwritten):
         return loss.detach() / self.job.ranks
 
 
-class Sharded(Handwritten):
+class Sharded(Replicated):
     def build(self, model: GPT) -> nn.Module:
         for block in model.layers:
             fully_shard(block)
         self.model = fully_shard(model)
         return model
 
-    def rows(self, tokens: Tensor) -> Tensor:
-        return tokens.chunk(self.job.ranks)[self.rank].contiguous()
 
-    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = self.model(tokens, targets)
-        loss.backward()
-        return loss.detach() / self.job.ranks
+class Chunk(nn.Module):
+    """Some blocks; the first chunk begins with the embedding, the last ends with norm and projection."""
 
-
-class FirstStage(nn.Module):
-    """Embedding and the first blocks."""
-
-    def __init__(self, model: GPT, cut: int) -> None:
+    def __init__(self, model: GPT, start: int, stop: int) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.tok_embeddings, self.layers = model.tok_embeddings, model.layers[:cut]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok_embeddings(tokens)
-        rotation = rotation_table(tokens.shape[1], self.head_dim, tokens.device)
-        for layer in self.layers:
-            x = layer(x, rotation)
-        return x
-
-
-class LastStage(nn.Module):
-    """The other blocks, norm and projection."""
-
-    def __init__(self, model: GPT, cut: int) -> None:
-        super().__init__()
-        self.head_dim = model.head_dim
-        self.layers, self.norm, self.output = model.layers[cut:], model.norm, model.output
+        self.layers = model.layers[start:stop]
+        self.tok_embeddings = model.tok_embeddings if start == 0 else None
+        self.norm, self.output = (model.norm, model.output) if stop == len(model.layers) else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
         rotation = rotation_table(x.shape[1], self.head_dim, x.device)
+        if self.tok_embeddings is not None:
+            x = self.tok_embeddings(x)
         for layer in self.layers:
             x = layer(x, rotation)
-        return self.output(self.norm(x))
+        return x if self.norm is None or self.output is None else self.output(self.norm(x))
+
+
+def without_memory(job: Job, model: GPT, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What goes into the first chunk for so many rows, what crosses, and what comes out of the last."""
+    width, context, vocabulary = job.model["width"], job.model["context"], model.output.out_features
+    tokens = torch.empty(batch, context, dtype=torch.int64, device="meta")
+    hidden = torch.empty(batch, context, width, device="meta", requires_grad=True)
+    return tokens, hidden, torch.empty(batch, context, vocabulary, device="meta")
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -154,13 +142,9 @@ class Piped(Handwritten):
         job = self.job
         self.make_mesh()
         first = self.stage == 0
-        module = FirstStage(model, job.cuts[0]) if first else LastStage(model, job.cuts[0])
+        module = Chunk(model, 0, job.cuts[0]) if first else Chunk(model, job.cuts[0], len(model.layers))
         self.shard(module)
-        width, context, vocabulary = job.model["width"], job.model["context"], model.output.out_features
-        batch = job.batch // job.microbatches // self.shards
-        tokens = torch.empty(batch, context, dtype=torch.int64, device="meta")
-        hidden = torch.empty(batch, context, width, device="meta", requires_grad=True)
-        logits = torch.empty(batch, context, vocabulary, device="meta")
+        tokens, hidden, logits = without_memory(job, model, job.batch // job.microbatches // self.shards)
         stage = PipelineStage(
             module, self.stage, 2, CPU, input_args=tokens if first else hidden, output_args=hidden if first else logits, group=self.pipeline
         )
@@ -171,7 +155,7 @@ class Piped(Handwritten):
         self.stage, self.shard_at, self.shards = self.rank, 0, 1
         self.pipeline: dist.ProcessGroup | None = None
 
-    def shard(self, module: FirstStage | LastStage) -> None:
+    def shard(self, module: Chunk) -> None:
         """Nothing to shard."""
 
     def rows(self, tokens: Tensor) -> Tensor:
@@ -195,7 +179,7 @@ class PipedSharded(Piped):
         self.stage, self.shard_at = self.mesh.get_local_rank("pp"), self.mesh.get_local_rank("fsdp")
         self.pipeline = self.mesh.get_group("pp")
 
-    def shard(self, module: FirstStage | LastStage) -> None:
+    def shard(self, module: Chunk) -> None:
         wrap: Callable[[nn.Module], object] = lambda m: fully_shard(m, mesh=self.mesh["fsdp"], reshard_after_forward=False)  # noqa: E731
         for layer in module.layers:
             wrap(layer)
@@ -209,7 +193,7 @@ class PipedShardedSplit(PipedSharded):
         self.stage, self.shard_at = self.mesh.get_local_rank("pp"), self.mesh.get_local_rank("fsdp")
         self.pipeline = self.mesh.get_group("pp")
 
-    def shard(self, module: FirstStage | LastStage) -> None:
+    def shard(self, module: Chunk) -> None:
         styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
         plan = {name: styles[style]() for style, names in SPLIT.items() for name in names}
         for layer in module.layers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _handwritten import CPU, Handwritten, cross_entropy
+from _handwritten import CPU, Chunk, Handwritten, cross_entropy, without_memory
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage  # noqa: TID251  the side that PDSL is compared with
 from torch.distributed.pipelining.schedules import (  # noqa: TID251
@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import (  # noqa: TID251
     ScheduleZBVZeroBubble,
 )
 
-from pdsl.models.gpt import GPT, rotation_table
+from pdsl.models.gpt import GPT
 
 __all__ = ["Chunked"]
 
@@ -25,25 +25,6 @@ SCHEDULES: dict[str, type[PipelineScheduleMulti]] = {
 PLACES = {"pp interleaved": (0, 1, 0, 1), "pp zero-bubble": (0, 1, 0, 1), "pp zbv": (0, 1, 1, 0)}
 
 
-class Chunk(nn.Module):
-    """Some blocks; the first chunk begins with the embedding, the last ends with norm and projection."""
-
-    def __init__(self, model: GPT, start: int, stop: int) -> None:
-        super().__init__()
-        self.head_dim = model.head_dim
-        self.layers = model.layers[start:stop]
-        self.tok_embeddings = model.tok_embeddings if start == 0 else None
-        self.norm, self.output = (model.norm, model.output) if stop == len(model.layers) else (None, None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rotation = rotation_table(x.shape[1], self.head_dim, x.device)
-        if self.tok_embeddings is not None:
-            x = self.tok_embeddings(x)
-        for layer in self.layers:
-            x = layer(x, rotation)
-        return x if self.norm is None or self.output is None else self.output(self.norm(x))
-
-
 class Chunked(Handwritten):
     def build(self, model: GPT) -> nn.Module:
         job = self.job
@@ -51,11 +32,7 @@ class Chunked(Handwritten):
         bounds = (0, *job.cuts, len(model.layers))
         mine = [i for i, at in enumerate(places) if at == self.rank]
         chunks = nn.ModuleList(Chunk(model, bounds[i], bounds[i + 1]) for i in mine)
-        width, context, vocabulary = job.model["width"], job.model["context"], model.output.out_features
-        batch = job.batch // job.microbatches
-        tokens = torch.empty(batch, context, dtype=torch.int64, device="meta")
-        hidden = torch.empty(batch, context, width, device="meta", requires_grad=True)
-        logits = torch.empty(batch, context, vocabulary, device="meta")
+        tokens, hidden, logits = without_memory(job, model, job.batch // job.microbatches)
         last = len(places) - 1
         stages = [
             PipelineStage(chunk, i, len(places), CPU, input_args=tokens if i == 0 else hidden, output_args=logits if i == last else hidden)

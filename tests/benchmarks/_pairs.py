@@ -26,6 +26,8 @@ import torch.distributed as dist
 from attrs import field, frozen
 from torch.distributed import distributed_c10d
 
+from tests.quiet import quiet
+
 __all__ = ["Cancelled", "Measurement", "Side", "Traffic", "measure"]
 
 WARM_UP = 6  # steps of each side before the first that counts
@@ -199,23 +201,10 @@ def _barrier(store: dist.Store, rank: int, ranks: int) -> Callable[[], None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """The profiler tells stderr that it begins and ends, from C++."""
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
-
-
-@contextmanager
 def _counting() -> Iterator[list[tuple[str, int]]]:
     """Name and bytes of each call that reaches gloo; the profiler sees both torch's own groups and those made by hand."""
     found: list[tuple[str, int]] = []
-    with _quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+    with quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         yield found
     gloo = "gloo:"
     found += [(e.name.removeprefix(gloo), _size(e.input_shapes)) for e in profiler.events() if e.name.startswith(gloo)]

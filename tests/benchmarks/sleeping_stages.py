@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--schedule", action="append", choices=tuple(SCHEDULES))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    names = arguments.schedule or [name for name in SCHEDULES if name != "auto"]
+    names = arguments.schedule or tuple(SCHEDULES)
     os.chdir(Path(__file__).resolve().parents[2])  # from where the model is imported
     pool = Pool()
     try:

@@ -1,4 +1,4 @@
-"""Step time of PDSL against the same plan written by hand with torch alone: FSDP2, torch's own 1F1B, and both together.
+"""Step time of PDSL against the same plan written by hand with torch alone: DDP, FSDP2, torch's own pipeline schedules, and all of it together.
 
     python tests/benchmarks/step_time.py [--case CASE] [--size SIZE] [--steps N] [--control] [--json FILE]
 

@@ -54,8 +54,6 @@ def expected() -> dict[str, Any]:
     return found
 
 
-SEQUENCE = TENSOR.replace('  "**" ', '  "layers.*.*_norm.weight" => sequence(tp)\n  "**" ', 1)
-
 RECOMPUTE = 'memory { recompute = "layers.*" }'
 SEQUENCE = tensor_rules().replace('  "**" ', '  "**.*_norm.weight" => sequence(tp)\n  "**" ', 1)
 

@@ -10,8 +10,9 @@ import torch
 import pdsl
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.session import Session
-from pdsl.runtime.verify import assemble, compare, oracle, verify_rank
+from pdsl.runtime.verify import compare, oracle
 from tests.pool import Pool
+from tests.traces import traced
 
 SPEC = """pdsl 1
 mesh {{ {axes} }}
@@ -41,14 +42,10 @@ def compiled(kind: str, name: str) -> Plan:
     return pdsl.compile(pdsl.load(SPEC.format(axes=axes, blocks=blocks, kind=kind)))
 
 
-def _rank(rank: int, world: int, store: Any, plan: str) -> dict[str, Any]:
-    return verify_rank(Plan.from_json(plan), rank, store, steps=3)
-
-
 @pytest.mark.parametrize(("kind", "name"), CHOSEN)
 def test_what_is_trained_is_what_one_process_trains(pool: Pool, kind: str, name: str) -> None:
     plan = compiled(kind, name)
-    ours = assemble(plan, pool.run(_rank, plan.world_size, plan.to_json(), deadline=180.0))
+    ours = traced(pool, plan, 3, deadline=180.0)
     report = compare(ours, oracle(plan, ours), 1e-5)
     assert report.ok, report.worst
     trained = {p.name for p in plan.facts.parameters if p.trainable}

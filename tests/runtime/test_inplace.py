@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import pdsl
-from pdsl.lowering.plan import Plan
 from pdsl.lowering.probe import probe
-from pdsl.runtime.verify import assemble, compare, oracle, verify_rank
+from pdsl.runtime.verify import compare, oracle
 from tests import row_models
 from tests.pool import Pool
+from tests.traces import traced
 
 SPEC = """pdsl 1
 mesh {{ {axes} }}
@@ -36,16 +34,12 @@ PLANS = {
 }
 
 
-def _rank(rank: int, world: int, store: Any, plan: str) -> dict[str, Any]:
-    return verify_rank(Plan.from_json(plan), rank, store, steps=3)
-
-
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("way", ["input", "relu", "view"])
 def test_blocks_that_write_into_what_they_are_given(pool: Pool, way: str, name: str) -> None:
     axes, blocks = PLANS[name]
     plan = pdsl.compile(pdsl.load(SPEC.format(axes=axes, blocks=blocks, way=way)))
-    ours = assemble(plan, pool.run(_rank, plan.world_size, plan.to_json(), deadline=180.0))
+    ours = traced(pool, plan, 3, deadline=180.0)
     report = compare(ours, oracle(plan, ours), 1e-5)
     assert report.ok, report.worst
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from pdsl.data import python_source
-from pdsl.lowering.plan import Plan
 from pdsl.models import gpt
 from pdsl.runtime.rows import step_indices
-from pdsl.runtime.verify import assemble, compare, oracle, verify_rank
+from pdsl.runtime.verify import compare, oracle
 from tests.equality import FSDP, MODEL, STEPS, TENSOR, WHOLE, check_against_one_process, compile_text, spec_text
 from tests.pool import Pool
+from tests.traces import traced
 
 BATCH, SEED = 32, 11
 BF16 = "precision { params = bf16 }"
@@ -30,10 +30,6 @@ MESHES = {
     "pp 2": ({"pp": 2}, WHOLE, PIPELINE),
     "pp 2 x fsdp 2": ({"pp": 2, "fsdp": 2}, FSDP, PIPELINE),
 }
-
-
-def run(rank: int, world: int, store: Any, plan: str, steps: int = STEPS) -> dict[str, Any]:
-    return verify_rank(Plan.from_json(plan), rank, store, steps=steps)
 
 
 @lru_cache(maxsize=8)
@@ -83,7 +79,7 @@ def test_bf16_equals_one_process_that_takes_the_same_rows_at_a_time(pool: Pool, 
 )
 def test_bf16_with_split_matrices_is_as_near_as_bf16_allows(pool: Pool, axes: dict[str, int], shard: str, schedule: str) -> None:
     plan = compile_text(spec_text(axes, shard, schedule=schedule, batch=BATCH) + BF16)
-    ours = assemble(plan, pool.run(run, plan.world_size, plan.to_json()))
+    ours = traced(pool, plan, STEPS)
     theirs = low_process(plan.rows_per_rank)
     assert abs(ours.losses[0] / theirs["losses"][0] - 1) < 1e-4
     for name, gradient in theirs["gradients"][0].items():
@@ -96,7 +92,7 @@ def test_sums_in_bf16_are_sums_in_bf16(pool: Pool, name: str) -> None:
     axes, shard, schedule = MESHES[name]
     text = spec_text(axes, shard, schedule=schedule, batch=BATCH) + "precision { params = bf16; reduce = bf16; output = bf16 }"
     plan = compile_text(text)
-    ours = assemble(plan, pool.run(run, plan.world_size, plan.to_json()))
+    ours = traced(pool, plan, STEPS)
     theirs = low_process(plan.rows_per_rank, torch.bfloat16, torch.bfloat16)
     assert abs(ours.losses[0] / theirs["losses"][0] - 1) < 1e-2
     for name_, gradient in theirs["gradients"][0].items():
@@ -110,6 +106,6 @@ def test_sums_in_bf16_are_sums_in_bf16(pool: Pool, name: str) -> None:
 )
 def test_pdsl_verify_compares_with_one_process_in_the_same_formats(pool: Pool, precision: str) -> None:
     plan = compile_text(spec_text({"dp": 2, "fsdp": 2}, FSDP, accumulate=2, batch=BATCH) + f"precision {{ {precision} }}")
-    ours = assemble(plan, pool.run(run, plan.world_size, plan.to_json()))
+    ours = traced(pool, plan, STEPS)
     report = compare(ours, oracle(plan, ours), TOLERANCE if "bf16; output" in precision or "reduce" in precision else 1e-5)
     assert report.ok, report.worst

@@ -13,8 +13,9 @@ from pdsl.lowering.plan import Plan
 from pdsl.runtime.rows import read_rows
 from pdsl.runtime.session import Session
 from pdsl.runtime.train import make_dataset
-from pdsl.runtime.verify import VerifyReport, assemble, compare, oracle, verify_rank
+from pdsl.runtime.verify import VerifyReport, compare, oracle
 from tests.pool import Pool
+from tests.traces import traced
 
 BF16 = "precision { params = bf16 }"
 
@@ -41,13 +42,9 @@ PIPELINE = "pipeline over pp { schedule = one_f_one_b(microbatches = 2) }"
 FSDP = 'shard { "**" => fsdp(fsdp) }'
 
 
-def run(rank: int, world: int, store: Any, plan: str) -> dict[str, Any]:
-    return verify_rank(Plan.from_json(plan), rank, store, steps=2)
-
-
 def verified(pool: Pool, spec: str, tolerance: float = 1e-5) -> VerifyReport:
     plan = pdsl.compile(pdsl.load(spec))
-    ours = assemble(plan, pool.run(run, plan.world_size, plan.to_json()))
+    ours = traced(pool, plan, 2)
     return compare(ours, oracle(plan, ours), tolerance)
 
 
@@ -82,7 +79,7 @@ def test_models_with_a_format_of_their_own_keep_it(
 def test_gradients_of_weights_in_bf16_are_added_up_in_fp32(pool: Pool) -> None:
     """Of one process that adds up in bf16 the sum of the two halves of a batch would be another."""
     plan = pdsl.compile(pdsl.load(text("halved", "axis dp = 2", rows="bfloat16")))
-    ours = assemble(plan, pool.run(run, 2, plan.to_json()))
+    ours = traced(pool, plan, 2)
     assert all(g.dtype is torch.bfloat16 for g in ours.gradients[0].values())
     assert compare(ours, oracle(plan, ours), 1e-5).ok
 

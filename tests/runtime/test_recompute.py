@@ -17,9 +17,9 @@ from pdsl.runtime.recompute import Recompute
 from pdsl.runtime.rows import read_rows
 from pdsl.runtime.session import Session
 from pdsl.runtime.train import make_dataset
-from pdsl.runtime.verify import assemble, verify_rank
 from tests.equality import FSDP, TENSOR, WHOLE, check_against_one_process, compile_text, one_process, spec_text
 from tests.pool import Pool
+from tests.traces import traced
 
 BATCH = 32
 BLOCKS, PARTS = 'memory { recompute = "layers.*" }', 'memory { recompute = "layers.*.mlp" }'
@@ -36,10 +36,6 @@ MESHES = {
 @lru_cache(maxsize=2)
 def reference(**options: Any) -> dict[str, Any]:
     return one_process(11, BATCH, **options)
-
-
-def run(rank: int, world: int, store: Any, plan: str) -> dict[str, Any]:
-    return verify_rank(Plan.from_json(plan), rank, store, steps=2)
 
 
 @pytest.mark.parametrize("memory", [BLOCKS, PARTS], ids=["blocks", "parts of blocks"])
@@ -64,7 +60,7 @@ def test_what_is_drawn_is_drawn_again(pool: Pool, name: str) -> None:
     found = []
     for memory in ("", BLOCKS):
         plan = compile_text(spec_text(axes, shard, schedule=schedule, batch=BATCH, model="dropout = 0.2") + memory)
-        found.append(assemble(plan, pool.run(run, plan.world_size, plan.to_json())))
+        found.append(traced(pool, plan, 2))
     kept, again = found
     assert again.losses == kept.losses
     for step in range(2):

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -44,16 +44,18 @@ def tensor_probe(
     facts: ModelFacts,
     layouts: Sequence[ParameterLayout],
     axes: Sequence[MeshAxis],
+    objective: str = "model",
     directory: str = ".",
 ) -> TensorFacts:
-    """What layouts do to the model that `factory(**arguments)` makes. `axes` are the tensor axes, major first; `batch` is as for `probe`.
+    """What layouts do to the model that `factory(**arguments)` makes. `axes` are the tensor axes, major first; `batch` is as for `probe`, and `objective`
+    what the loss comes from as a spec names it.
 
     Raises ModelError if the model cannot be built, or cannot be run even whole.
     """
     name = factory if isinstance(factory, str) else f"{factory.__module__}:{factory.__qualname__}"
     with on_path(directory), torch.random.fork_rng(devices=[]):
         make = resolve(factory, directory) if isinstance(factory, str) else factory
-        probed = _Probed(facts, {layout.name: layout for layout in layouts}, tuple(axes))
+        probed = _Probed(facts, {layout.name: layout for layout in layouts}, tuple(axes), objective)
         first = skeleton(make, arguments, name).train()
         second = skeleton(make, arguments, name).train()
         given = taken_entries(first, batch)
@@ -71,6 +73,7 @@ class _Probed:
     facts: ModelFacts
     layouts: dict[str, ParameterLayout]
     axes: tuple[MeshAxis, ...]
+    objective: str
     whole: WholeRun = field(factory=WholeRun)
     part: PartRun = field(init=False)
     gathers: dict[str, tuple[int, ...]] = field(factory=dict)
@@ -137,6 +140,15 @@ class _Probed:
         ends = [loss] if loss is not None else [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         for tensor in ends:
             placement = self.part.placement(tensor)
+            if (
+                loss is None
+                and self.objective == "cross_entropy"
+                and placement
+                and placement == split_placement(tensor.dim(), -1, placement[-1])
+            ):
+                if placement[-1]:
+                    self.part.note_loss(tensor, -1, tensor[..., 0].numel())
+                continue
             if placement is None or axes_of(placement):
                 over = ", ".join(sorted(axes_of(placement or ())))
                 raise self.part.problem(
@@ -153,6 +165,7 @@ class _Probed:
             scatters=tuple(dict.fromkeys(self.scatters)),
             shares=tuple(dict.fromkeys(self.shares)),
             inputs=tuple(self.inputs),
+            losses=tuple(evolve(found, targets=found.targets // _ROWS) for found in self.part.losses),
             saved=tuple(zip(saved.bytes, self.saved_whole.bytes, strict=True)),
         )
 

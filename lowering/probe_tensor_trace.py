@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pdsl.lowering.places import MeshAxis
-from pdsl.lowering.probe_placed import Placement, axes_of, find_placements, whole
-from pdsl.lowering.tensor_facts import TensorProblem
+from pdsl.lowering.probe_loss import CrossEntropy
+from pdsl.lowering.probe_placed import Placement, axes_of, find_placements, split_placement, whole
+from pdsl.lowering.tensor_facts import SplitLoss, TensorProblem
 
 __all__ = ["Event", "PartRun", "ProblemFound", "WholeRun"]
 
@@ -107,6 +108,7 @@ class PartRun(WholeRun):
         self.axes = axes
         self.alive: list[Tensor] = []  # ids stay unique as long as their objects live
         self.sources: dict[int, str] = {}  # id of a tensor -> the split parameter that it comes from
+        self.losses: list[SplitLoss] = []
         self._place: dict[int, Placement] = {}
         self._twin: dict[int, Tensor] = {}
         self._known: dict[object, list[Placement]] = {}
@@ -133,7 +135,8 @@ class PartRun(WholeRun):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return func(*args, **kwargs)
+            loss = self._split_loss(func, args, kwargs)
+            return func(*args, **kwargs) if loss is None else loss.of_part()
         except Exception as error:
             expected = self.expected
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -141,12 +144,44 @@ class PartRun(WholeRun):
                 raise
             raise self._uneven(expected, given) or self.problem("fails", _failure(expected, given, error), given) from None
 
+    def _split_loss(self, func: Any, args: Any, kwargs: Any) -> CrossEntropy | None:
+        """The call, if it is one of a cross entropy whose classes are split. Its scores get a whole gradient of their own classes."""
+        loss = CrossEntropy.of(args, kwargs) if func is F.cross_entropy else None
+        placed = self.placement(loss.scores) if loss is not None else None
+        if loss is None or not placed or placed != split_placement(len(placed), loss.dim, placed[loss.dim]) or not placed[loss.dim]:
+            return None
+        if loss.refused:
+            raise self.problem("differs", loss.refused, [loss.scores])
+        return loss
+
+    def note_loss(self, scores: Tensor, dim: int, targets: int) -> None:
+        """A cross entropy of scores whose classes, along a dim, lie split, with so many targets in all rows."""
+        placed = self.placement(scores)
+        assert placed is not None
+        self.losses.append(SplitLoss(self._module_of(scores), placed[dim], targets))
+
+    def _module_of(self, tensor: Tensor) -> str:
+        """The split module that a tensor comes from."""
+        wanted = id(tensor)
+        for event in reversed(self.events):
+            if wanted not in map(id, event.outputs):
+                continue
+            if event.module:
+                return event.name
+            wanted = next(id(t) for t in event.inputs if axes_of(self.placement(t) or ()))
+        raise AssertionError("what lies split comes from no module")
+
     def note(self, event: Event) -> None:
         twin = self.expected
         if twin is None or twin.name != event.name or len(twin.inputs) != len(event.inputs) or len(twin.outputs) != len(event.outputs):
             raise self.problem(
                 "differs", f"the model takes another path than with whole parameters: it calls {event.name} here", event.inputs
             )
+        args, kwargs = tree_unflatten(event.leaves, event.spec) if event.spec is not None else ((), {})
+        loss = self._split_loss(event.func, args, kwargs)
+        if loss is not None:
+            event.module, event.placements = True, [whole(t.dim()) for t in event.outputs]
+            self.note_loss(loss.scores, loss.dim, loss.target.numel())
         if not event.placements:
             event.placements = self._placed(event, twin)
         self.events.append(event)

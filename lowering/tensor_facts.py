@@ -14,7 +14,7 @@ from attrs import frozen
 
 from pdsl.lowering.places import MeshAxis
 
-__all__ = ["SEQUENCE", "SplitInput", "TensorFacts", "TensorProblem", "local_dims"]
+__all__ = ["SEQUENCE", "SplitInput", "SplitLoss", "TensorFacts", "TensorProblem", "local_dims"]
 
 SEQUENCE = -2
 """The dim of a stream (..., sequence, features) along which it is split."""
@@ -43,12 +43,21 @@ class SplitInput:
 
 
 @frozen
+class SplitLoss:
+    """A cross entropy is computed from the scores that `module` leaves split over `axes`, with so many `targets` in a row of the batch."""
+
+    module: str
+    axes: tuple[str, ...]
+    targets: int
+
+
+@frozen
 class TensorFacts:
     """`partial`: parameters whose gradient is a part on each rank of some tensor axes, and is summed over them.
 
     `sequence`: the axes along which the stream between the layers is split in its sequence, () for none. `enters` are the inputs of the first block that
     are split there, `exits` the (leaf, dim) of what the last block gives that are gathered behind it. `gathers`: modules that are given a whole sequence where theirs lies split, with the leaves of their arguments, `scatters`:
-    modules whose output is left split along it, `shares`: modules for whose input nothing is exchanged, since it was for another; `inputs`: tensors that cross into a layer split. `saved` are for each layer the bytes that autograd keeps of some rows on one tensor
+    modules whose output is left split along it, `shares`: modules for whose input nothing is exchanged, since it was for another; `inputs`: tensors that cross into a layer split; `losses`: the cross entropies of scores that lie split. `saved` are for each layer the bytes that autograd keeps of some rows on one tensor
     rank, and in the whole model.
     """
 
@@ -61,6 +70,7 @@ class TensorFacts:
     scatters: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
     inputs: tuple[SplitInput, ...] = ()
+    losses: tuple[SplitLoss, ...] = ()
     saved: tuple[tuple[int, int], ...] = ()
 
     def share(self, layer: int) -> Fraction:

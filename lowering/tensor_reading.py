@@ -35,6 +35,7 @@ _READERS = (
     "tensor_facts.py",
     "probe_placed.py",
     "probe_saved.py",
+    "probe_loss.py",
     "styles.py",
 )  # as in `facts_cache`
 
@@ -63,11 +64,24 @@ def with_tensor_facts(
             (model, {}) if spec.model is None or model is not None else (spec.model.factory, plain_arguments(spec.model.arguments))
         )
         with watching() as watch:
-            found = tensor_probe(make, arguments, batch=batch(), facts=facts, layouts=layouts, axes=axes, directory=spec.directory)
+            found = tensor_probe(
+                make,
+                arguments,
+                batch=batch(),
+                facts=facts,
+                layouts=layouts,
+                axes=axes,
+                objective=_objective(spec),
+                directory=spec.directory,
+            )
         read = watch.stamps()
         if key is not None and read is not None:
             write_entry(_entry(key), key, f"{json.dumps(read)}\n{dump(found)}")
     return evolve(facts, tensor=found)
+
+
+def _objective(spec: Spec) -> str:
+    return spec.train.objective if spec.train is not None else "model"
 
 
 def _key(spec: Spec, layouts: tuple[ParameterLayout, ...], axes: tuple[MeshAxis, ...]) -> str | None:
@@ -77,7 +91,7 @@ def _key(spec: Spec, layouts: tuple[ParameterLayout, ...], axes: tuple[MeshAxis,
     base = facts_key(spec.model.factory, spec.model.arguments, data=data, directory=spec.directory, run_as=as_read)
     if base is None:
         return None
-    whole = hashlib.sha256(f"{base} {axes!r} {layouts!r}".encode())
+    whole = hashlib.sha256(f"{base} {axes!r} {layouts!r} {_objective(spec)}".encode())
     for name in _READERS:
         whole.update(Path(__file__).with_name(name).read_bytes())
     return whole.hexdigest()

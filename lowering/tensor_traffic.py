@@ -35,6 +35,8 @@ def tensor_traffic(plan: Plan, rank: int) -> int:
     mine = [i for s in stages if s.position == at.position for i in range(s.start, s.stop)]
     styled = split_modules(plan.facts.parameters, plan.layouts)
     total += sum(_stream(plan, i, styled) for i in mine)
+    if len(plan.facts.layers) - 1 in mine:
+        total += _losses(plan)
     return round(total * len(plan.pipelines[at.pipeline].microbatches))
 
 
@@ -113,6 +115,13 @@ def _stream(plan: Plan, layer: int, styled: tuple[str, ...]) -> float:
     blocks = [e.layer for e in facts.enters] + [s.layer for s in facts.inputs]
     leaving = len(facts.exits) if blocks and layer == max(blocks) else 0
     return share * size * (2 * sum(len(where) for where in inside) + entering + leaving)
+
+
+def _losses(plan: Plan) -> float:
+    """Bytes that a rank sends for cross entropies of split scores: for each target the greatest score, the sum of all and the one that is asked for."""
+    losses = plan.facts.tensor.losses if plan.facts.tensor is not None else ()
+    per_row = sum(_share(parts(plan.tensor_axes, loss.axes, plan.tensor_size)) * loss.targets for loss in losses)
+    return 2 * 3 * item_bytes("float32") * per_row * plan.rows_per_rank
 
 
 def _stream_item(layer: LayerFacts) -> int:

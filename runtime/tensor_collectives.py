@@ -37,6 +37,12 @@ class TensorGroup:
         dist.all_reduce(whole, group=self.group)
         return whole
 
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest over the ranks, in new memory."""
+        found = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found
+
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The parts of all ranks, one after the other along a dim."""
         part = tensor.detach().movedim(dim, 0).contiguous()

@@ -24,6 +24,7 @@ from pdsl.lowering.plan import ParameterLayout, Plan
 from pdsl.lowering.styles import ModuleStyle, module_style, split_modules
 from pdsl.lowering.tensor_facts import SEQUENCE, TensorFacts
 from pdsl.runtime.meshes import IslandMesh, mesh_dim
+from pdsl.runtime.split_loss import mark_split
 from pdsl.runtime.tensor_collectives import TensorGroup, enter, gather, gather_both, gather_parts, scatter_sum, slice_of, sum_of
 
 __all__ = ["apply_tensor_parallel", "live_names"]
@@ -145,6 +146,8 @@ def _replace_forward(model: nn.Module, name: str, layout: ParameterLayout, bound
         made = _embedding(module, style, inputs, outputs, bounds[0])
     else:
         made = _linear(module, style, inputs, outputs, gathers, scatters)
+        if outputs is not None and any(loss.module == name for loss in facts.losses):
+            made = _scores(made, mark_split(outputs))
     module.__dict__["forward"] = made
 
 
@@ -172,6 +175,11 @@ def _linear(
         return gather(y, outputs, -1) if outputs is not None and style.gives_whole else y
 
     return forward
+
+
+def _scores(forward: Callable[[Tensor], Tensor], kind: type[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A forward whose output is marked as scores of some classes."""
+    return lambda input: forward(input).as_subclass(kind)  # noqa: A006  as in torch
 
 
 def _gathered(x: Tensor, stream: TensorGroup, outputs: TensorGroup | None) -> Tensor:

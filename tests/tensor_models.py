@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.user_models import Rows
 
-__all__ = ["llama", "llama_rows"]
+__all__ = ["class_rows", "classes", "classifier", "llama", "llama_rows"]
 
 VOCABULARY = 48
 
@@ -126,3 +126,40 @@ def llama_rows(length: int = 8, count: int = 64) -> Rows:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, VOCABULARY, (count, length + 1), generator=generator)
     return Rows(tokens=text[:, :-1].contiguous(), targets=text[:, 1:].contiguous())
+
+
+class _Classifier(nn.Module):
+    """Features to classes, with a loss of its own: torch's, or one that is made of other functions."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self.body, self.head, self.loss = nn.Linear(6, 16), nn.Linear(16, 8), loss
+        self.register_buffer("weight", torch.arange(1.0, 9.0), persistent=False)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        scores = self.head(F.relu(self.body(x)))
+        if self.loss == "weights":
+            return F.cross_entropy(scores, label, weight=self.weight)
+        if self.loss == "parts":
+            return F.nll_loss(F.log_softmax(scores, -1), label)
+        if self.loss == "view":
+            return F.cross_entropy(scores.view(-1, 8), label)
+        if self.loss == "module":
+            return nn.CrossEntropyLoss(label_smoothing=0.1)(scores, label)
+        return F.cross_entropy(scores * 2.0, label) + 0.1 * F.cross_entropy(-scores, label, reduction="sum")
+
+
+def classifier(loss: str = "torch") -> nn.Module:
+    """Two matrices and a loss, which may be "torch", "module", "view", "weights" or "parts"."""
+    return _Classifier(loss)
+
+
+def classes(hidden: int = 16) -> nn.Module:
+    """Scores of eight classes, for an objective."""
+    return nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 8))
+
+
+def class_rows(count: int = 64) -> Rows:
+    """Features and a class."""
+    generator = torch.Generator().manual_seed(3)
+    return Rows(x=torch.randn(count, 6, generator=generator), label=torch.randint(0, 8, (count,), generator=generator))

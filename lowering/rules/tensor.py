@@ -212,19 +212,21 @@ class HalfAPair(Rule):
 
     Why it is bad
         `colwise` leaves the output of its module split over the tensor axis and `rowwise` expects such an input: they are the two halves of a
-        pair. With one half alone the layer computes with a part of the features, and where shapes happen to fit (the scores of a vocabulary,
-        say) it does so without an error.
+        pair. With one half alone the layer computes with a part of the features, and where shapes happen to fit it does so without an error.
+        In the last layer `colwise` may stand alone: torch's cross entropy is computed from scores that lie split, and whether it is one is tried.
 
     Example (bad)
         shard {
-          "output.weight" => colwise(tp)
-          "**"            => replicate()
+          "layers.*.mlp.w1.weight" => colwise(tp)
+          "**"                     => replicate()
         }
 
     Better
         shard {
-          "output.weight" => [tp, _]
-          "**"            => replicate()
+          "layers.*.mlp.w1.weight" => colwise(tp)
+          "layers.*.mlp.w2.weight" => rowwise(tp)
+          "output.weight"          => colwise(tp)
+          "**"                     => replicate()
         }
 
     Fix
@@ -244,6 +246,7 @@ class HalfAPair(Rule):
         if context.mesh is None or context.mesh.tensor_size == 1 or self._half_written(context):
             return
         reported: set[int] = set()
+        last = context.facts.layers[-1]
         for layer in context.facts.layers:
             halves: dict[str, tuple[str, int]] = {}
             for name in layer.parameters:
@@ -258,6 +261,8 @@ class HalfAPair(Rule):
             if len(halves) != 1:
                 continue
             (style, (name, index)) = next(iter(halves.items()))
+            if layer is last and style == "colwise" and context.facts.inputs:
+                continue  # the loss may be one of split scores: the tensor probe tells
             if index not in reported:
                 reported.add(index)
                 yield self._half(context, layer.name, style, name, index)

@@ -269,7 +269,7 @@ def test_case_76_first_weights_do_not_depend_on_the_mesh(pool: Pool, axes: dict[
 def _count_sent(rank: int, world: int, store: Any, plan: str) -> float:
     """Bytes that a rank sends to its tensor ranks in one step, as rings would: from the sizes that the exchanges are called with."""
     made, sent = Plan.from_json(plan), 0.0
-    plain = {name: getattr(TensorGroup, name) for name in ("sum", "gather", "scatter")}
+    plain = {name: getattr(TensorGroup, name) for name in ("sum", "largest", "gather", "scatter")}
 
     def counting(name: str, weight: float) -> Any:
         def call(group: TensorGroup, tensor: torch.Tensor, *dim: int) -> torch.Tensor:
@@ -281,7 +281,7 @@ def _count_sent(rank: int, world: int, store: Any, plan: str) -> float:
         return call
 
     try:
-        for name, weight in (("sum", 2.0), ("gather", 1.0), ("scatter", 1.0)):
+        for name, weight in (("sum", 2.0), ("largest", 2.0), ("gather", 1.0), ("scatter", 1.0)):
             setattr(TensorGroup, name, counting(name, weight))
         with Session(made, rank, store) as session:
             session.step(llama_rows().rows(range(BATCH)))
@@ -296,6 +296,7 @@ def _count_sent(rank: int, world: int, store: Any, plan: str) -> float:
     [
         ({"tp": 2}, MATRICES + REST, ""),
         ({"tp": 2}, VOCABULARY + MATRICES + REST, ""),
+        ({"tp": 2}, '"head.weight" => colwise(tp)\n' + MATRICES + REST, ""),
         ({"tp": 2}, SEQUENCE + MATRICES + REST, ""),
         ({"pp": 2, "tp": 2}, STREAM + VOCABULARY + MATRICES, "pipeline over pp { schedule = one_f_one_b(microbatches = 2) }"),
         (
@@ -304,7 +305,7 @@ def _count_sent(rank: int, world: int, store: Any, plan: str) -> float:
             "",
         ),
     ],
-    ids=["pairs", "vocabulary", "sequence", "stream over stages", "two dims"],
+    ids=["pairs", "vocabulary", "split scores", "sequence", "stream over stages", "two dims"],
 )
 def test_bytes_between_tensor_ranks_are_predicted(pool: Pool, axes: dict[str, int], rules: str, pipeline: str) -> None:
     plan = pdsl.compile(pdsl.load(text(axes, rules, pipeline=pipeline)))

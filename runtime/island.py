@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pdsl.lowering.plan import Plan
 from pdsl.runtime.engine import Totals
 from pdsl.runtime.groups import ISLAND_SOCKETS, CrossGroup
-from pdsl.runtime.meshes import IslandMesh, island_mesh
+from pdsl.runtime.meshes import IslandMesh, island_mesh, leave_island
 from pdsl.runtime.sockets import Interrupter
 
 __all__ = ["Island"]
@@ -33,8 +33,7 @@ class Island:
         """Make its groups, at the start or after one of its ranks was cut short inside a collective. Blocks until all of them have come."""
         if len(self.ranks) == 1:
             return
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_island()
         self._interrupter.forget(ISLAND_SOCKETS)
         prefix = dist.PrefixStore(f"island{generation}", store)
         timeout = timedelta(seconds=self._plan.silence)

@@ -8,10 +8,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from pdsl.lowering.plan import MeshAxis, Plan
 
-__all__ = ["IslandMesh", "island_mesh", "mesh_dim"]
+__all__ = ["IslandMesh", "island_mesh", "leave_island", "mesh_dim"]
 
 
 class IslandMesh:
@@ -28,7 +29,7 @@ class IslandMesh:
 def island_mesh(
     plan: Plan, island: Sequence[int], rank: int, store: dist.Store, device: torch.device, timeout: timedelta
 ) -> IslandMesh | None:
-    """Make torch's WORLD from the island of a rank: its DeviceMesh with dims `shard` and `tensor`, and `shard.NAME`, `tensor.NAME` for each axis of a role that has several, or None for an island of one rank, which
+    """Make torch's WORLD from the island of a rank: its DeviceMesh with dims `shard` and `tensor` where they have several ranks, and `shard.NAME`, `tensor.NAME` for each axis of a role that has several, or None for an island of one rank, which
     needs no WORLD. An island stays together through all plans; it is only made anew if it was cut short inside a collective.
     """
     if len(island) == 1:
@@ -46,6 +47,13 @@ def island_mesh(
     return IslandMesh(device.type, found)
 
 
+def leave_island() -> None:
+    """End torch's WORLD, if there is one. Its groups end, with their threads and sockets, when no module is left that was sharded over it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # torch keeps the meshes of all that it has ever sharded
+
+
 def mesh_dim(role: str, axes: Sequence[str]) -> str:
     """The mesh dim over some axes of a role, named in the order of the mesh; over all of them if none are named."""
     return ".".join((role, *axes))
@@ -61,5 +69,7 @@ def _subsets(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _dims(role: str, axes: Sequence[MeshAxis], size: int) -> dict[str, int]:
-    """Names and sizes of the mesh dims of a role: one, under the name of the role, or one for each axis."""
-    return {f"{role}.{axis.name}": axis.size for axis in axes} if len(axes) > 1 else {role: size}
+    """Names and sizes of the mesh dims of a role: one, under the name of the role, or one for each axis; none for one rank, which exchanges nothing."""
+    if len(axes) > 1:
+        return {f"{role}.{axis.name}": axis.size for axis in axes}
+    return {role: size} if size > 1 else {}

@@ -24,7 +24,7 @@ from pdsl.runtime.build import build
 from pdsl.runtime.engine import Engine, Totals
 from pdsl.runtime.faults import in_words
 from pdsl.runtime.groups import Groups, device_of
-from pdsl.runtime.meshes import island_mesh
+from pdsl.runtime.meshes import island_mesh, leave_island
 from pdsl.runtime.objective import make_objective
 from pdsl.runtime.optimizer import OptimizerFactory
 from pdsl.runtime.part import Part
@@ -105,8 +105,8 @@ class Session:
         """Drop the groups. A closed session takes no more steps."""
         self._closed = True
         self.groups.close()
-        if dist.is_initialized() and len(self.plan.island(self.rank)) > 1:
-            dist.destroy_process_group()
+        if len(self.plan.island(self.rank)) > 1:
+            leave_island()
 
     @property
     def model(self) -> nn.Module:

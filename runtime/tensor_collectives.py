@@ -71,11 +71,14 @@ class TensorGroup:
     def slice(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a whole tensor along a dim."""
         width = tensor.shape[dim] // self.size
-        return tensor.detach().narrow(dim, self.index * width, width).contiguous()
+        return tensor.detach().narrow(dim, self.index * width, width).clone(memory_format=torch.contiguous_format)
 
 
 class _Exchange(torch.autograd.Function):
-    """What `there` makes of a tensor; its backward is what `back` makes of the gradient of that."""
+    """What `there` makes of a tensor; its backward is what `back` makes of the gradient of that.
+
+    What is made is no view of the tensor, which would hold it: a tensor may hold what was exchanged for it, and the two would live for ever.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: _Exchanging, back: _Exchanging) -> Tensor:
@@ -108,7 +111,7 @@ def _exchanged(tensor: Tensor, there: _Exchanging, back: _Exchanging) -> Tensor:
 
 def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
     """A whole tensor, for computing a different part on each rank: the backward sums the gradients of the parts."""
-    return _exchanged(tensor, lambda t: t.view_as(t), group.sum)
+    return _exchanged(tensor, lambda t: t.data, group.sum)
 
 
 def sum_of(tensor: Tensor, group: TensorGroup) -> Tensor:

@@ -117,6 +117,7 @@ def serve(link: connection.Connection, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays
     while True:
         try:
             request = load(link.recv_bytes())
@@ -137,8 +138,7 @@ def _answer(request: Request) -> Outcome:
     environment = dict(os.environ)
     outcome = _run(request)
     _leave_groups()
-    if isinstance(outcome, Raised):
-        gc.collect()  # groups held by the frames of the exception close now, so that the other ranks notice
+    gc.collect()  # groups held by cycles, or by the frames of an exception, end now: each has threads that wake up a hundred times a second
     os.environ.clear()
     os.environ.update(environment)
     torch.set_default_dtype(torch.float32)
@@ -192,7 +192,9 @@ def _follows(error: BaseException) -> bool:
 
 def _leave_groups() -> None:
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    _clear_sharding_prop_cache()  # it holds meshes, and they their groups
     if dist.is_available() and dist.is_initialized():
         # a rank that failed may find its peers gone; there is nothing more to say about it than its own error
         with contextlib.suppress(Exception):

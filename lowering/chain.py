@@ -49,7 +49,7 @@ class Observation:
     """One forward pass with `rows` samples. `order` names the blocks as they were called; there are len(order) + 2 segments. `used` gives for
     each parameter, by canonical name, the segments with an operation that reads it. `passthrough` is one flag for each block. `outside` are
     parameters that were read while no module that holds them ran, `updated` buffers that were written. `unrepeatable` says which modules that are to
-    be computed again cannot be, and why.
+    be computed again cannot be, and why. `output` is the shape of what the model returned, if it is one tensor and no loss.
     """
 
     rows: int
@@ -63,6 +63,7 @@ class Observation:
     updated: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # (name, shape, dtype)
     draws: tuple[Draw, ...] = ()
     unrepeatable: tuple[str, ...] = ()
+    output: tuple[int, ...] | None = None
 
 
 @frozen
@@ -268,6 +269,10 @@ def _dims(small: tuple[int, ...], large: tuple[int, ...], few: int, many: int) -
     return tuple(dims)
 
 
+def _output(small: Observation, large: Observation) -> tuple[tuple[int, int], ...] | None:
+    return _dims(small.output, large.output, small.rows, large.rows) if small.output is not None and large.output is not None else None
+
+
 def _facts(
     structure: Structure,
     layers: tuple[LayerFacts, ...],
@@ -296,6 +301,7 @@ def _facts(
         sequential=structure.sequential,
         random=any(o.random for o in seen),
         loss=seen[0].loss,
+        output=_output(*seen),
         warnings=warnings + draw_warnings(draws),
         torch=structure.torch,
     )

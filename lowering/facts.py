@@ -184,6 +184,7 @@ class ModelFacts:
     lie in the same memory and are not the same parameter. `loss` tells whether it returned a loss: a scalar, or an output with one under that name. `warnings` are things worth
     telling, such as normalisation with batch statistics or what stands in the way of a chain. `tensor` is what was found out about the layouts of one plan over its tensor axes, None where there are none.
 
+    `output` holds (constant, per_row) for each dim of what the model returns, if that is one tensor and no loss; `target` the shape of the target of one row.
     `samples` are those of the training data, None where it has no length or was not read; `entries` are those of its rows.
 
     Boundaries, FLOPs and bytes are those of the formats and the recomputation that the model was read with. `recomputed` are the outermost modules whose
@@ -210,6 +211,8 @@ class ModelFacts:
     draws: tuple[DrawFacts, ...] = ()
     statistics: tuple[str, ...] = ()
     shares: tuple[tuple[str, str], ...] = ()
+    output: tuple[tuple[int, int], ...] | None = None
+    target: tuple[int, ...] | None = None
     samples: int | None = None
     entries: tuple[str, ...] = ()
 

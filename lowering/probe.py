@@ -56,6 +56,7 @@ def probe(
         make = resolve(factory, directory) if isinstance(factory, str) else factory
         model = skeleton(make, arguments, name)
         model.train()
+        target = _target(batch)
         batch = taken_entries(model, batch)
         structure = _structure(model, name, batch)
         named = chain if chain is not None else _listed(model)
@@ -63,6 +64,7 @@ def probe(
         if batch is None:
             return assemble_unrun(structure, _unrun_blocks(model, listed), tuple(_outermost(model)))
         found, blocks = _run(model, structure, listed, batch)
+        found = evolve(found, target=target)
         casts = applies(run_as.precision, found)
         recomputed = matched_modules(model, found, run_as.recompute) if run_as.recompute is not None else ()
         if not casts and not recomputed:
@@ -307,7 +309,7 @@ def _run_as_asked(
         kept = [layer.modules for layer in plain.layers] == [layer.modules for layer in found.layers]
         if not kept:
             raise ModelError("its layers are other ones then")
-        return evolve(found, recomputed=how.recompute, unrepeatable=small.unrepeatable, casts_output=how.casts_output)
+        return evolve(found, target=plain.target, recomputed=how.recompute, unrepeatable=small.unrepeatable, casts_output=how.casts_output)
 
     reason = ""
     for how in dict.fromkeys((numerics, evolve(numerics, casts_output=False))):
@@ -378,6 +380,12 @@ def taken_entries(model: nn.Module, batch: Mapping[str, Tensor] | Tensor | None)
         return batch
     rest = {name: tensor for name, tensor in batch.items() if name not in TARGETS}
     return rest if rest and _takes(model, rest) and not _takes(model, batch) else batch
+
+
+def _target(batch: Mapping[str, Tensor] | Tensor | None) -> tuple[int, ...] | None:
+    """The shape of the target of one row."""
+    found = next((batch[name] for name in TARGETS if name in batch), None) if isinstance(batch, Mapping) else None
+    return tuple(found.shape[1:]) if found is not None else None
 
 
 def _takes(model: nn.Module, batch: Mapping[str, Tensor]) -> bool:

@@ -348,7 +348,17 @@ class Recorder:
         used = {name: frozenset(at) for name, at in self.used.items()}
         passthrough, outside = tuple(self.passthrough), frozenset(self.outside)
         found = Observation(
-            rows, tuple(self.order), tuple(segments), used, passthrough, random, loss is not None, outside, self.updated, tuple(self.draws)
+            rows,
+            tuple(self.order),
+            tuple(segments),
+            used,
+            passthrough,
+            random,
+            loss is not None,
+            outside,
+            self.updated,
+            tuple(self.draws),
+            output=tuple(output.shape) if loss is None and isinstance(output, Tensor) else None,
         )
         return evolve(found, unrepeatable=self.repeats.reasons(name for name, _, _ in self.updated))
 

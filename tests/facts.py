@@ -96,6 +96,7 @@ FACTS = {
     ),
     "gpt_untold": evolve(gpt_facts(), loss=False, entries=("tokens", "answers")),
     "gpt_told": evolve(gpt_facts(), loss=False, entries=("tokens", "labels")),
+    "gpt_scores": evolve(gpt_facts(), loss=False, entries=("tokens", "labels"), output=((0, 1), (10, 0)), target=(3,)),
     "gpt_twenty": evolve(gpt_facts(), samples=20),
     "gpt_counting": evolve(gpt_facts(), buffers=("calls",), updated=(BufferFacts("calls", (), "int64", (0,)),)),
     "gpt_counting_again": evolve(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from pdsl.grammar.diagnostics import Diagnostic
 from pdsl.grammar.errors import ModelError
 from pdsl.lowering.rules.base import Context, Rule
 from pdsl.lowering.values import near
+
+if TYPE_CHECKING:
+    from pdsl.lowering.facts import ModelFacts
 
 __all__ = ["NothingToTrain", "ObjectiveDoesNotFit"]
 
@@ -16,7 +20,8 @@ _OBJECTIVE = "train.objective"
 
 class ObjectiveDoesNotFit(Rule):
     """What it does
-        Checks that what the model returns is a loss, or that an objective makes one of it, not both; and that a function of one's own is there.
+        Checks that what the model returns is a loss, or that an objective makes one of it, not both; that a named objective finds output and target of
+        shapes that go together; and that a function of one's own is there.
 
     Why it is bad
         A run would fail at its first step, or a loss would be computed of a loss.
@@ -31,6 +36,7 @@ class ObjectiveDoesNotFit(Rule):
 
     Fix
         Delete `objective` if the model returns its loss; write `objective = cross_entropy`, `mse` or "module:function" if it returns outputs.
+        `cross_entropy` takes scores of classes in the last dim of the output and one target for every other place, `mse` two of the same shape.
     """
 
     code = "PDL803"
@@ -61,6 +67,32 @@ class ObjectiveDoesNotFit(Rule):
                     'write `objective = cross_entropy`, `mse` or "module:function" in train; it is called with the output and the target',
                 ),
             )
+        misfit, wanted = _misfit(train.objective, facts)
+        if misfit:
+            yield self.report(misfit, place, labels=context.label("train.data", "gives the target"), help=(f"a target of {wanted}",))
+
+
+def _misfit(objective: str, facts: ModelFacts) -> tuple[str, str]:
+    """What a named objective takes, and the shape of the target that the output asks for; empty if they fit or are not known."""
+    output, target = facts.output, facts.target
+    if facts.loss or output is None or target is None or objective not in _TAKES:
+        return "", ""
+    given = ((0, 1), *((size, 0) for size in target))
+    wanted = output[:-1] if objective == "cross_entropy" else output
+    if wanted == given or not output:
+        return "", ""
+    return f"{_TAKES[objective]}: the output is {_shape(output)}, the target {_shape(given)}", _shape(wanted)
+
+
+_TAKES = {
+    "cross_entropy": "cross_entropy takes classes in the last dim of the output and one target for every other place",
+    "mse": "mse compares place by place",
+}
+
+
+def _shape(dims: tuple[tuple[int, int], ...]) -> str:
+    sizes = [str(size) if not rows else "rows" if (size, rows) == (0, 1) else f"{rows} * rows + {size}" for size, rows in dims]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
 class NothingToTrain(Rule):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pdsl.grammar.errors import ModelError
+import pdsl
+from pdsl.grammar.errors import ModelError, SpecError
 from pdsl.lowering.facts import BoundaryTensor, LayerKind
 from pdsl.lowering.probe import probe
 from pdsl.models import gpt, vit
@@ -369,3 +370,23 @@ def test_a_module_whose_import_fails_is_told_with_its_line(tmp_path):
 def test_a_lazy_module_is_refused():
     with pytest.raises(ModelError, match="parameter weight of LazyLinear has no shape yet"):
         probe(lambda: nn.Sequential(nn.LazyLinear(3)), {}, batch=None)
+
+
+@pytest.mark.parametrize(
+    ("objective", "label", "fits"), [("cross_entropy", (), True), ("cross_entropy", (2,), False), ("mse", (3,), True), ("mse", (), False)]
+)
+def test_shapes_of_output_and_target_are_held_against_the_objective(objective, label, fits):
+    spec = pdsl.load(
+        'pdsl 1\nmesh { axis dp = 2 }\nmodel "x:y" {}\ntrain { data = "x:z"; batch = 4; steps = 1; optimizer = sgd(lr = 0.1); objective = '
+        f"{objective} }}"
+    )
+    floats = objective == "mse"
+    rows = {"x": torch.randn(4, 6), "label": torch.zeros(4, *label, dtype=torch.float32 if floats else torch.int64)}
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    if fits:
+        plan = pdsl.compile(spec, model=model, batch=rows)
+        assert (plan.facts.output, plan.facts.target) == (((0, 1), (3, 0)), label)
+        return
+    with pytest.raises(SpecError, match="PDL803") as caught:
+        pdsl.compile(spec, model=model, batch=rows)
+    assert [d.help for d in caught.value.diagnostics] == [("a target of (rows,)" if not floats else "a target of (rows, 3)",)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdsl.grammar.situation import Situation, shown
+from pdsl.grammar.tables import END
 
 __all__ = ["helps", "meant_word"]
 
@@ -55,6 +56,18 @@ def _brace_on_next_line(s: Situation) -> str | None:
     if s.mending is None or s.mending.insert is not None or s.found.kind != "_END":
         return None
     return "`{` stands on the line of the block's name"
+
+
+def _block_without_braces(s: Situation) -> str | None:
+    if (
+        s.in_block
+        or s.kind(s.first) != "NAME"
+        or s.kind(s.first + 1) != "STRING"
+        or s.at != s.first + 2
+        or s.found.kind not in ("_END", END)
+    ):
+        return None
+    return f"a block has braces, also an empty one: `{shown(s.text(s.first))} {shown(s.text(s.first + 1))} {{ }}`"
 
 
 def _nested_block(s: Situation) -> str | None:
@@ -170,7 +183,7 @@ def _connected_conditions(s: Situation) -> str | None:
 
 
 _MISTAKES: tuple[Callable[[Situation], str | None], ...] = (
-    _key_outside_block, _brace_on_next_line, _nested_block, _misspelt_item, _pattern_without_quotes, _rule_with_equal, _rule_over_lines, _colon_for_equal,
+    _key_outside_block, _brace_on_next_line, _block_without_braces, _nested_block, _misspelt_item, _pattern_without_quotes, _rule_with_equal, _rule_over_lines, _colon_for_equal,
     _param_without_type, _import_without_name, _hyphen_in_name, _bare_point, _brace_for_list, _dotted_key, _undotted_path, _whole_as_value,
     _bare_layout, _comma_between_statements, _connected_conditions,
 )  # fmt: skip

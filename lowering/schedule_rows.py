@@ -52,9 +52,9 @@ class _Cell:
 
 
 def read_rows(text: str | None, path: str) -> RowsFile:
-    """The schedule in the text of a file; None stands for a file that cannot be read. `path` is how messages name it. Never raises."""
+    """The schedule in the text of a file; None stands for a file that is not there, or is no text. `path` is how messages name it. Never raises."""
     if text is None:
-        return RowsFile(path, findings=(f"cannot read {path}",))
+        return RowsFile(path, findings=(f"cannot read {path}: there is no such file, or it is no text",))
     try:
         lines = [[cell.strip() for cell in line] for line in csv.reader(io.StringIO(text), strict=True)]
     except csv.Error as error:

@@ -31,6 +31,7 @@ def statements(text: str) -> list[object]:
 
 # text after `pdsl 1`, place, message, part of the help or caption
 MISTAKES = [
+    ('model "net:build"', "2:18-18", "expected `{`, a name or a string in quotes, found the end of the file", '`model "net:build" { }`'),
     ("train { batch: 16 }", "2:14-15", "expected `=`, found `:`", "a key takes its value with `=`"),
     ("train { batch 16 }", "2:15-17", "expected `=`, found the number `16`", "expected `=` before this"),
     ("train { batch => 16 }", "2:15-17", "expected `=`, found `=>`", "`=>` is for rules"),

@@ -72,7 +72,7 @@ def test_a_file_of_torch_with_its_communication_gives_the_same_rows():
 @pytest.mark.parametrize(
     ("text", "findings"),
     [
-        (None, ["cannot read x.csv"]),
+        (None, ["cannot read x.csv: there is no such file, or it is no text"]),
         ("", ["x.csv is empty: it has one line of operations for each position"]),
         ("\n,,\n", ["x.csv is empty: it has one line of operations for each position"]),
         ("step,loss\n1,2.5\n", ["x.csv is no table of operations such as 0F0 or 1B2: row 1, column 1 is 'step'"]),
@@ -161,4 +161,4 @@ def test_the_file_is_looked_for_beside_the_spec_and_not_where_the_command_runs(t
     (tmp_path / "jobs" / "mine.csv").unlink()
     (tmp_path / "mine.csv").write_text("0F0,0B0\n", encoding="utf-8")
     told = pdsl.check(tmp_path / "jobs" / "job.pdsl", model=False)
-    assert [d.message for d in told if d.code == "PDL409"] == ["cannot read mine.csv"]
+    assert [d.message for d in told if d.code == "PDL409"] == ["cannot read mine.csv: there is no such file, or it is no text"]

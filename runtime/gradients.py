@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from weakref import ref
 
 import torch
 from torch import nn
@@ -55,7 +56,7 @@ class Reducer:
         self._failure: RuntimeError | None = None
         facts = {p.name: p for p in owned_parameters(plan, program.rank)}
         self._counted = tuple(n for n in self._parameters if holders(plan, facts[n], program.rank)[0] == program.rank)
-        self._hooks = [formats.leaves[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._bucket_of]
+        self._hooks = [formats.leaves[name].register_post_accumulate_grad_hook(_noting(ref(self), name)) for name in self._bucket_of]
 
     def close(self) -> None:
         """Take the hooks off: another reducer may follow on the same parameters."""
@@ -79,17 +80,14 @@ class Reducer:
         for left in self._stages_left:
             left.discard(stage)
 
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+    def _note(self, name: str) -> None:
+        """The gradient of a parameter has arrived."""
         bucket = self._bucket_of[name]
-
-        def arrived(_: torch.Tensor) -> None:
-            if self._stages_left[bucket]:
-                return
-            self._waiting[bucket].discard(name)
-            if not self._waiting[bucket]:
-                self._start_complete(self._buckets[bucket].ranks)
-
-        return arrived
+        if self._stages_left[bucket]:
+            return
+        self._waiting[bucket].discard(name)
+        if not self._waiting[bucket]:
+            self._start_complete(self._buckets[bucket].ranks)
 
     def issue(self, index: int) -> None:
         """The program's REDUCE: start the sum of a bucket now, whatever has arrived; a parameter without gradient counts as zero."""
@@ -175,3 +173,14 @@ class Reducer:
             return 0.0
         mine = [g.float() if g.dtype in (torch.bfloat16, torch.float16) else g for g in mine]  # their own norms would have 8 or 11 bits
         return float(torch.stack(torch._foreach_norm(mine)).double().square().sum())
+
+
+def _noting(reducer: ref[Reducer], name: str) -> Callable[[torch.Tensor], None]:
+    """A hook that holds nothing: it lies in torch, where the collector would not see that it and its parameter hold each other."""
+
+    def arrived(_: torch.Tensor) -> None:
+        found = reducer()
+        if found is not None:
+            found._note(name)
+
+    return arrived

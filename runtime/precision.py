@@ -77,13 +77,15 @@ class Formats:
         if not leaf.requires_grad or leaf.dtype == total:
             return
 
+        totals = self._totals  # and not what holds the leaf: the collector does not see the hooks of a leaf
+
         def collect(tensor: torch.Tensor) -> None:
             grad, tensor.grad = tensor.grad, None
             assert grad is not None
-            if name in self._totals:
-                self._totals[name] += grad
+            if name in totals:
+                totals[name] += grad
             else:
-                self._totals[name] = grad.to(total)
+                totals[name] = grad.to(total)
 
         leaf.register_post_accumulate_grad_hook(collect)
 

@@ -96,8 +96,18 @@ def _threads(rank: int, world: int, store: Any, plan: str, sessions: int) -> lis
     return found
 
 
-@pytest.mark.parametrize("shard", [MATRICES + REST, '"**" => fsdp(tp)\n'], ids=["tensor", "sharded"])
-def test_groups_end_with_their_threads(pool: Pool, shard: str) -> None:
-    plan = pdsl.compile(pdsl.load(text({"tp": 2}, shard)))
+SPLITS = {
+    "tensor": (MATRICES + REST, ""),
+    "sharded": ('"**" => fsdp(tp)\n', ""),
+    "replicas": (REST, ""),
+    "replicas in bf16": (REST, "precision { params = bf16 }"),
+    "stages": (REST, "pipeline over tp { schedule = zbv(microbatches = 2) }"),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_groups_end_with_their_threads(pool: Pool, name: str) -> None:
+    shard, more = SPLITS[name]
+    plan = pdsl.compile(pdsl.load(text({"tp": 2}, shard, pipeline=more)))
     for first, *more in pool.run(_threads, 2, plan.to_json(), 3):
         assert more == [first, first]

@@ -80,6 +80,12 @@ TABLE: tuple[Pair, ...] = (
     ),
     Pair(("backwards in halves", "tp"), _EXACT, "exchanges between tensor ranks are part of either half", ("runtime/test_split_equality::test_plans_with_halves_equal_one_process",)),
     Pair(
+        ("cross entropy", "scores split over tp"), _EXACT,
+        "greatest score, sum and the one score that is asked for are exchanged in place of the scores of all classes; what takes all of them is refused",
+        ("PDL311", "runtime/test_split_loss::test_it_is_the_cross_entropy_of_torch", "runtime/test_split_loss::test_split_scores_train_what_one_process_trains"),
+        alone="a mean is refused on a mesh of several dims",
+    ),
+    Pair(
         ("backwards in halves", "train.compile"), _REFUSED, "a compiled layer has its backward in one piece", ("PDL710",),
         alone="refused",
     ),

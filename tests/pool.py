@@ -33,7 +33,15 @@ from tests.pool_worker import Died, Outcome, Raised, Request, Returned, dump, lo
 
 __all__ = ["Pool", "RankDied", "RankFailed", "RankStuck"]
 
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",  # FSDP2 imports it with the first unit
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "pytest",
+    "pdsl.runtime.verify",
+]
 PATIENCE = 5.0  # seconds that the other ranks have to notice a failure before they are killed
 STACK_PATIENCE = 3.0  # seconds that a stuck rank has to write its stack
 

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from pdsl.lowering.parts import part_at
@@ -23,6 +24,8 @@ __all__ = ["Placement", "axes_of", "find_placements", "sliced", "split_placement
 Placement = tuple[tuple[str, ...], ...]
 
 _MOST_COORDINATES = 8
+_LOW = (torch.bfloat16, torch.float16)
+_CHANCES = (0.5, 1 / 16, 15 / 16)  # of a truth value to be true: an `any` of a part is not that of the whole with few, an `all` with many
 _TOLERANCE = 2e-4  # relative; sums in another order differ by 1e-6, other numbers by about 1
 
 
@@ -70,33 +73,83 @@ def find_placements(
     """The placements of an operation's outputs, or None if its results on parts are no parts of its result.
 
     `run_whole` and `run_part` run it on given tensors with the other arguments of the whole and of the part; `inputs` are the whole tensors
-    and how they are split: floating ones are replaced by random numbers, others count. `local_shapes` are those of the outputs on a part.
+    and how they are split: floating ones are replaced by random numbers, split ones of truth values by others, the rest counts.
+    `local_shapes` are those of the outputs on a part. Formats of 16 bits are tried in 32, where the operation takes them.
     """
     sizes = {a.name: a.size for a in axes}
-    generator = torch.Generator().manual_seed(7)
-    given = [_random(t, generator) if t.is_floating_point() or t.is_complex() else t.detach().clone() for t, _ in inputs]
-    expected = run_whole([t.clone() for t in given])
-    spots = coordinates(axes)
-    parts = [run_part([sliced(t, placement, at, sizes).clone() for t, (_, placement) in zip(given, inputs, strict=True)]) for at in spots]
     used = frozenset().union(*(axes_of(p) for _, p in inputs)) or frozenset(sizes)
     ordered = [a.name for a in axes if a.name in used]
+    truths = any(t.dtype is torch.bool and axes_of(p) for t, p in inputs)
+    trials = [_tried(run_whole, run_part, inputs, axes, chance) for chance in (_CHANCES if truths else _CHANCES[:1])]
     found: list[Placement] = []
-    for i, (full, shape) in enumerate(zip(expected, local_shapes, strict=True)):
+    for i, (full, shape) in enumerate(zip(trials[0].full, local_shapes, strict=True)):
         candidates = _candidates(tuple(full.shape), shape, ordered, sizes)
-        match = next(
-            (c for c in candidates if all(_same(sliced(full, c, at, sizes), part[i]) for at, part in zip(spots, parts, strict=True))), None
-        )
+        match = next((c for c in candidates if all(trial.holds(i, c) for trial in trials)), None)
         if match is None:
             return None
         found.append(match)
     return found
 
 
-def _random(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Numbers from 0.25 to 1.25: no logarithm, root or quotient of them is infinite."""
-    dtype = like.dtype if not like.is_complex() else torch.float32
+@frozen(eq=False)
+class _Trial:
+    """The outputs of an operation on the whole, and on the part of each coordinate."""
+
+    full: list[Tensor]
+    parts: list[tuple[dict[str, int], list[Tensor]]]
+    sizes: Mapping[str, int]
+
+    def holds(self, output: int, placement: Placement) -> bool:
+        """Whether an output on each part is that part of the whole one."""
+        return all(_same(sliced(self.full[output], placement, at, self.sizes), part[output]) for at, part in self.parts)
+
+
+def _tried(
+    run_whole: Callable[[list[Tensor]], list[Tensor]],
+    run_part: Callable[[list[Tensor]], list[Tensor]],
+    inputs: Sequence[tuple[Tensor, Placement]],
+    axes: Sequence[MeshAxis],
+    chance: float,
+) -> _Trial:
+    """One try; `chance` is that of a truth value to be true."""
+    sizes = {a.name: a.size for a in axes}
+
+    def trial(*, wide: bool) -> _Trial:
+        generator = torch.Generator().manual_seed(7)
+        given = [_stand_in(t, placement, generator, chance, wide=wide) for t, placement in inputs]
+        full = run_whole([t.clone() for t in given])
+        parts = [
+            (at, run_part([sliced(t, placement, at, sizes).clone() for t, (_, placement) in zip(given, inputs, strict=True)]))
+            for at in coordinates(axes)
+        ]
+        return _Trial(full, parts, sizes)
+
+    if not any(t.dtype in _LOW for t, _ in inputs):
+        return trial(wide=False)
+    try:
+        return trial(wide=True)
+    except RuntimeError:  # it insists on its format
+        return trial(wide=False)
+
+
+def _stand_in(like: Tensor, placement: Placement, generator: torch.Generator, chance: float, *, wide: bool) -> Tensor:
+    if like.is_floating_point() or like.is_complex():
+        return _random(like, generator, wide=wide)
+    if like.dtype is torch.bool and axes_of(placement):
+        return torch.rand(tuple(like.shape), generator=generator) < chance
+    return like.detach().clone()
+
+
+def _random(like: Tensor, generator: torch.Generator, *, wide: bool) -> Tensor:
+    """Positive numbers about 1, so that no logarithm, root or quotient of them is infinite; they rise along each dim, so that no mean of a part is that of the
+    whole.
+    """
     made = torch.rand(tuple(like.shape), generator=generator, dtype=torch.float32) + 0.25
-    return made.to(dtype) if not like.is_complex() else torch.complex(made, made.flip(-1) if made.dim() else made).to(like.dtype)
+    for dim, size in enumerate(like.shape):
+        made *= torch.linspace(0.75, 1.25, size).view(size, *(1,) * (like.dim() - dim - 1)) if size > 1 else 1.0
+    if like.is_complex():
+        return torch.complex(made, made.flip(-1) if made.dim() else made).to(like.dtype)
+    return made if wide and like.dtype in _LOW else made.to(like.dtype)
 
 
 def _candidates(full: tuple[int, ...], part: tuple[int, ...], axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[Placement]:
@@ -125,7 +178,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
         return bool(torch.equal(one, other))
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
-    rough = max(_TOLERANCE, 50 * torch.finfo(one.dtype).eps)
+    rough = max(_TOLERANCE, 4 * torch.finfo(one.dtype).eps)
     a, b = one.double(), other.double()
     scale: Any = a[a.isfinite()].abs().max() if bool(a.isfinite().any()) else 1.0
     return bool(torch.allclose(a, b, rtol=rough, atol=rough * float(scale), equal_nan=True))

@@ -45,25 +45,37 @@ def tensor_probe(
     layouts: Sequence[ParameterLayout],
     axes: Sequence[MeshAxis],
     objective: str = "model",
+    validates: bool = False,
     directory: str = ".",
 ) -> TensorFacts:
-    """What layouts do to the model that `factory(**arguments)` makes. `axes` are the tensor axes, major first; `batch` is as for `probe`, and `objective`
-    what the loss comes from as a spec names it.
+    """What layouts do to the model that `factory(**arguments)` makes. `axes` are the tensor axes, major first; `batch` is as for `probe`, `objective`
+    what the loss comes from as a spec names it; with `validates` the model has to compute the same in eval mode too.
 
     Raises ModelError if the model cannot be built, or cannot be run even whole.
     """
     name = factory if isinstance(factory, str) else f"{factory.__module__}:{factory.__qualname__}"
     with on_path(directory), torch.random.fork_rng(devices=[]):
         make = resolve(factory, directory) if isinstance(factory, str) else factory
-        probed = _Probed(facts, {layout.name: layout for layout in layouts}, tuple(axes), objective)
-        first = skeleton(make, arguments, name).train()
-        second = skeleton(make, arguments, name).train()
-        given = taken_entries(first, batch)
-        assert given is not None
-        try:
-            return probed.run_part(second, probed.run_whole(first, given, name))
-        except ProblemFound as found:
-            return TensorFacts(problems=(found.problem,), sequence=probed.sequence)
+
+        def run(*, train: bool) -> TensorFacts:
+            probed = _Probed(facts, {layout.name: layout for layout in layouts}, tuple(axes), objective)
+            first, second = (skeleton(make, arguments, name).train(train) for _ in range(2))
+            given = taken_entries(first, batch)
+            assert given is not None
+            try:
+                return probed.run_part(second, probed.run_whole(first, given, name))
+            except ProblemFound as found:
+                problem = found.problem if train else evolve(found.problem, text=f"in validation, {found.problem.text}")
+                return TensorFacts(problems=(problem,), sequence=probed.sequence)
+
+        trained = run(train=True)
+        if trained.problems or not validates:
+            return trained
+        held = run(train=False)
+        if held.problems or held.exchanges == trained.exchanges:
+            return evolve(trained, problems=held.problems)
+        text = "in validation, the model gathers or splits its stream elsewhere than in training"
+        return TensorFacts(problems=(TensorProblem("differs", "", text),), sequence=trained.sequence)
 
 
 @define(eq=False)

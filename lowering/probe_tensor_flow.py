@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from pdsl.lowering.probe_placed import axes_of
 from pdsl.lowering.probe_tensor_trace import Event, PartRun, ProblemFound
@@ -41,6 +42,7 @@ def flow_back(run: PartRun, ends: Sequence[Tensor], names: Mapping[int, str]) ->
         _agree(found, event, "")
         split = frozenset().union(*(axes_of(p) for t, p in zip(event.outputs, event.placements, strict=True) if id(t) in states))
         _reach(run, event, states, places, next(iter(found)), split, outputs=frozenset(id(t) for t in event.outputs))
+    _check_own_gradients(run, states)
     partial = {}
     for key, name in names.items():
         found = states.get(key, set())
@@ -62,11 +64,31 @@ def _reach(
     outputs: frozenset[int],
 ) -> None:
     for tensor in event.inputs:
-        if not tensor.requires_grad or id(tensor) in outputs:  # written in place: its earlier uses are those before
+        if id(tensor) in outputs:  # written in place: its earlier uses are those before
+            continue
+        if not tensor.requires_grad and id(tensor) not in run.silent:
             continue
         mine = axes_of(run.placement(tensor) or ())
         states.setdefault(id(tensor), set()).add(state | (split - mine))
         places.setdefault(id(tensor), event)
+
+
+def _check_own_gradients(run: PartRun, states: Mapping[int, set[_State]]) -> None:
+    """A gradient that the model's own code computes or changes must be a whole one: what it does with a part cannot be seen."""
+    for tensor in run.alive:
+        made: object = tensor.grad_fn
+        own = isinstance(made, BackwardCFunction) and type(made).__name__ not in _RECOMPUTING
+        if not own and not tensor._backward_hooks:
+            continue
+        split = axes_of(run.placement(tensor) or ()) | frozenset().union(*states.get(id(tensor), ()))
+        if split:
+            who = "a hook" if not own else type(made).__name__.removesuffix("Backward")
+            text = f"{who} of the model computes a gradient of its own, for a tensor of which each rank has a part over {', '.join(sorted(split))}"
+            raise run.problem("gradient", text, [tensor])
+
+
+_RECOMPUTING = ("CheckpointFunctionBackward",)
+"""Functions of torch whose backward is that of what they ran."""
 
 
 def _agree(found: set[_State], event: Event, name: str) -> None:

@@ -60,6 +60,7 @@ class WholeRun(TorchFunctionMode):
         super().__init__()
         self.events: list[Event] = []
         self.at: list[str] = [""]
+        self.silent: set[int] = set()  # ids of tensors made without gradients from ones that need them: inside of an autograd function
         self._muted = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,6 +74,8 @@ class WholeRun(TorchFunctionMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not outputs and inputs and inputs[0]._version != version:
             outputs = [inputs[0]]
+        if not torch.is_grad_enabled() and any(t.requires_grad or id(t) in self.silent for t in inputs):
+            self.silent.update(map(id, outputs))
         if outputs:
             drew = not torch.equal(before, torch.get_rng_state())
             name = getattr(func, "__name__", str(func))
@@ -134,6 +137,10 @@ class PartRun(WholeRun):
         return ProblemFound(TensorProblem(kind, self.at[-1], text, source))
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(func, "__name__", "") in _READING:
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and axes_of(self.placement(leaf) or ())]
+            if read:
+                raise self.problem("differs", f"{func.__name__} reads the values of a tensor that lies split", read)
         try:
             loss = self._split_loss(func, args, kwargs)
             return func(*args, **kwargs) if loss is None else loss.of_part()
@@ -168,8 +175,9 @@ class PartRun(WholeRun):
                 continue
             if event.module:
                 return event.name
-            wanted = next(id(t) for t in event.inputs if axes_of(self.placement(t) or ()))
-        raise AssertionError("what lies split comes from no module")
+            if wanted not in map(id, event.inputs):  # else it was written into, and was scores before
+                wanted = next((id(t) for t in event.inputs if axes_of(self.placement(t) or ())), 0)
+        raise self.problem("differs", "scores are written into a tensor that was made without them", [tensor])
 
     def note(self, event: Event) -> None:
         twin = self.expected
@@ -229,8 +237,10 @@ class PartRun(WholeRun):
 
     def _tried(self, event: Event, twin: Event, given: list[Placement]) -> list[Placement] | None:
         if event.random and event.func is not F.scaled_dot_product_attention:
-            shape = event.inputs[0].shape if event.inputs else None  # it draws for each element: the result lies as its input does
-            return [given[0]] * len(event.outputs) if all(t.shape == shape for t in event.outputs) else None
+            if event.name not in _PLACE_BY_PLACE:
+                text = f"{event.name} draws random numbers, and is not known to draw them place by place, for a tensor that lies split"
+                raise self.problem("differs", text, event.inputs)
+            return [given[0]] * len(event.outputs)
 
         def runner(of: Event) -> Callable[[list[Tensor]], list[Tensor]]:
             return lambda tensors: _run_again(of, tensors)
@@ -259,6 +269,16 @@ class PartRun(WholeRun):
                     text = f"{features} features are seen as {heads} x {features // heads}, and {heads} % {parts} = {heads % parts}"
                     return self.problem("heads", text, [mine])
         return None
+
+
+_READING = ("numpy", "__array__", "tolist", "__dlpack__")
+
+_PLACE_BY_PLACE = frozenset(
+    name + suffix
+    for name in ("dropout", "alpha_dropout", "bernoulli", "rand_like", "randn_like", "rrelu", "normal", "uniform", "exponential")
+    for suffix in ("", "_")
+)
+"""Functions that draw a number for each element of their first input: the result lies as that does."""
 
 
 def _plain(leaves: Sequence[Any]) -> tuple[str, ...]:

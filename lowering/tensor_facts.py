@@ -73,6 +73,11 @@ class TensorFacts:
     losses: tuple[SplitLoss, ...] = ()
     saved: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def exchanges(self) -> tuple[object, ...]:
+        """Where the stream is split and gathered, and which modules leave scores split."""
+        return self.enters, self.exits, self.gathers, self.scatters, self.inputs, {loss.module for loss in self.losses}
+
     def share(self, layer: int) -> Fraction:
         """The share of what autograd saves in a layer of the whole model that it saves on a tensor rank."""
         part, whole = self.saved[layer] if layer < len(self.saved) else (1, 1)

@@ -72,6 +72,7 @@ def with_tensor_facts(
                 layouts=layouts,
                 axes=axes,
                 objective=_objective(spec),
+                validates=spec.validate is not None,
                 directory=spec.directory,
             )
         read = watch.stamps()
@@ -91,7 +92,7 @@ def _key(spec: Spec, layouts: tuple[ParameterLayout, ...], axes: tuple[MeshAxis,
     base = facts_key(spec.model.factory, spec.model.arguments, data=data, directory=spec.directory, run_as=as_read)
     if base is None:
         return None
-    whole = hashlib.sha256(f"{base} {axes!r} {layouts!r} {_objective(spec)}".encode())
+    whole = hashlib.sha256(f"{base} {axes!r} {layouts!r} {_objective(spec)} {spec.validate is not None}".encode())
     for name in _READERS:
         whole.update(Path(__file__).with_name(name).read_bytes())
     return whole.hexdigest()

@@ -217,13 +217,15 @@ def verify(plan: Plan, *, steps: int = 3, tolerance: float | None = None) -> Ver
     Raises:
         RunError: The run could not start or go on.
     """
+    from pdsl.lowering.precision import LOW
     from pdsl.runtime.launch import launch
     from pdsl.runtime.verify import assemble, compare, oracle
 
     _check_steps(steps)
     ours = assemble(plan, launch(plan, "verify", {"steps": steps}))
     if tolerance is None:
-        tolerance = 1e-5 if plan.precision == PrecisionSpec() else 2e-2
+        exact = plan.precision == PrecisionSpec() and not any(p.dtype in LOW for p in plan.facts.parameters)
+        tolerance = 1e-5 if exact else 2e-2
     return compare(ours, oracle(plan, ours), tolerance)
 
 

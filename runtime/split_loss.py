@@ -36,8 +36,10 @@ class _Split(Tensor):
 
 
 def mark_split(group: TensorGroup) -> type[Tensor]:
-    """The type of scores whose classes lie split over a group: `scores.as_subclass(...)` lets the cross entropy be computed from parts."""
-    return type("SplitScores", (_Split,), {"group": group})
+    """The type of scores whose classes lie split over a group, one for each group: `scores.as_subclass(...)` lets the cross entropy be computed from parts."""
+    if group.scores is None:
+        group.scores = type("SplitScores", (_Split,), {"group": group})
+    return group.scores
 
 
 def split_cross_entropy(call: CrossEntropy, group: TensorGroup) -> Tensor:
@@ -45,12 +47,13 @@ def split_cross_entropy(call: CrossEntropy, group: TensorGroup) -> Tensor:
     if call.refused:
         raise RunError(call.refused)
     scores = call.scores.movedim(call.dim, -1)
+    dtype = torch.float32 if torch.is_autocast_enabled(scores.device.type) else scores.dtype  # as torch itself gives it
     target = call.target
     losses: Tensor = _Losses.apply(scores.reshape(-1, scores.shape[-1]), target.reshape(-1), group, call.ignored, call.smoothing)  # type: ignore[no-untyped-call]
     if call.reduction == "none":
-        return losses.view(target.shape).to(scores.dtype)
+        return losses.view(target.shape).to(dtype)
     total = losses.sum()
-    return (total / (target != call.ignored).sum() if call.reduction == "mean" else total).to(scores.dtype)
+    return (total / (target != call.ignored).sum() if call.reduction == "mean" else total).to(dtype)
 
 
 class _Losses(torch.autograd.Function):

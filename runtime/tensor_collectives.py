@@ -30,6 +30,7 @@ class TensorGroup:
         self.index = index
         self.size = size
         self._places = places
+        self.scores: type[Tensor] | None = None  # of tensors whose last dim lies split over this group, once there are any
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in new memory."""

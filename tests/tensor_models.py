@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.user_models import Rows
 
-__all__ = ["class_rows", "classes", "classifier", "llama", "llama_rows"]
+__all__ = ["class_rows", "classes", "classifier", "llama", "llama_rows", "squares"]
 
 VOCABULARY = 48
 
@@ -134,6 +134,7 @@ class _Classifier(nn.Module):
     def __init__(self, loss: str) -> None:
         super().__init__()
         self.body, self.head, self.loss = nn.Linear(6, 16), nn.Linear(16, 8), loss
+        self.other = nn.Linear(6, 8) if loss == "two heads" else None
         self.register_buffer("weight", torch.arange(1.0, 9.0), persistent=False)
 
     def forward(self, x: Tensor, label: Tensor) -> Tensor:
@@ -144,13 +145,20 @@ class _Classifier(nn.Module):
             return F.nll_loss(F.log_softmax(scores, -1), label)
         if self.loss == "view":
             return F.cross_entropy(scores.view(-1, 8), label)
+        if self.loss == "two heads":
+            other = self.other(x)
+            return F.cross_entropy(scores + other, label) + 0.3 * F.cross_entropy(other, label)
+        if self.loss == "written":
+            empty = torch.zeros(scores.shape)
+            empty[:] = scores
+            return F.cross_entropy(empty, label)
         if self.loss == "module":
             return nn.CrossEntropyLoss(label_smoothing=0.1)(scores, label)
         return F.cross_entropy(scores * 2.0, label) + 0.1 * F.cross_entropy(-scores, label, reduction="sum")
 
 
 def classifier(loss: str = "torch") -> nn.Module:
-    """Two matrices and a loss, which may be "torch", "module", "view", "weights" or "parts"."""
+    """Two matrices and a loss, which may be "torch", "module", "two heads", "view", "weights", "parts" or "written"."""
     return _Classifier(loss)
 
 
@@ -163,3 +171,8 @@ def class_rows(count: int = 64) -> Rows:
     """Features and a class."""
     generator = torch.Generator().manual_seed(3)
     return Rows(x=torch.randn(count, 6, generator=generator), label=torch.randint(0, 8, (count,), generator=generator))
+
+
+def squares(output: Tensor, label: Tensor) -> Tensor:
+    """An objective of all scores."""
+    return (output.square().sum(-1) * label).mean()

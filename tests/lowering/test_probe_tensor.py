@@ -8,6 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pdsl
 from pdsl.lowering.facts import ModelFacts
@@ -23,7 +24,7 @@ TP = MeshAxis("tp", 2, "tensor")
 BATCH = {"x": torch.zeros(3, 4, 8)}
 
 
-def probed(make: Any, rules: str, *axes: MeshAxis, batch: Any = None) -> TensorFacts:
+def probed(make: Any, rules: str, *axes: MeshAxis, batch: Any = None, validates: bool = False) -> TensorFacts:
     axes = axes or (TP,)
     mesh = "; ".join(f"axis {a.name} = {a.size}" for a in axes)
     train = 'train { data = "m:d"; batch = 4; steps = 1; optimizer = sgd(lr = 1) }'
@@ -34,7 +35,7 @@ def probed(make: Any, rules: str, *axes: MeshAxis, batch: Any = None) -> TensorF
     for a in axes:
         size *= a.size
     layouts = parameter_layouts(facts, pdsl.load(text).shard, shard_size=1, tensor_size=size, axes=axes)
-    return tensor_probe(make, {}, batch=batch, facts=facts, layouts=layouts, axes=role_axes(axes, "tensor"))
+    return tensor_probe(make, {}, batch=batch, facts=facts, layouts=layouts, axes=role_axes(axes, "tensor"), validates=validates)
 
 
 PAIR = '"**.up.weight" => colwise(tp)\n"**.down.weight" => rowwise(tp)\n"**" => replicate()'
@@ -53,6 +54,24 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.between(self, self.up(self.norm(x)), x))
+
+
+class Normed(torch.autograd.Function):
+    """The identity; its backward divides by a norm over the features."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad / grad.norm(dim=-1, keepdim=True)
+
+
+def hooked(h: Tensor) -> Tensor:
+    made = h * 1.0
+    made.register_hook(lambda grad: grad / grad.norm(dim=-1, keepdim=True))
+    return made
 
 
 class Pairs(nn.Module):
@@ -115,18 +134,52 @@ def test_a_whole_tensor_with_both_kinds_of_use_is_a_problem() -> None:
         (lambda m, h, x: h.reshape(x.shape[0], 4, 16), "fails", "reshape of (2, 4, 16) has (2, 4, 8) on a tensor rank, and fails"),
         (lambda m, h, x: h * torch.arange(h.shape[-1]), "differs", "arange"),
         (lambda m, h, x: h * torch.ones(16), "fails", "mul"),
+        (lambda m, h, x: h * h.square().mean(), "differs", "mean of (2, 4, 16)"),
+        (lambda m, h, x: h.bfloat16().softmax(-1).float(), "differs", "softmax of (2, 4, 16)"),
+        (lambda m, h, x: h * (h > 1.5).any(-1, keepdim=True), "differs", "any of (2, 4, 16)"),
+        (lambda m, h, x: h * (h > 0.0).all(-1, keepdim=True), "differs", "all of (2, 4, 16)"),
+        (lambda m, h, x: h * torch.from_numpy(h.detach().numpy().max(-1, keepdims=True)), "differs", "numpy reads the values"),
+        (lambda m, h, x: torch.nn.functional.gumbel_softmax(h), "differs", "gumbel_softmax draws random numbers"),
+        (lambda m, h, x: Normed.apply(h), "gradient", "Normed of the model computes a gradient of its own"),
+        (lambda m, h, x: hooked(h), "gradient", "a hook of the model computes a gradient of its own"),
         (
             lambda m, h, x: x.repeat(1, 1, 2),
             "layout",
             "layers.0.down takes those whose last dim is split over tp, and is given a tensor that lies whole",
         ),
     ],
-    ids=["softmax", "norm", "chunk", "reshape", "arange", "ones", "whole"],
+    ids=[
+        *("softmax", "norm", "chunk", "reshape", "arange", "ones", "mean", "softmax in bf16", "any", "all", "numpy", "gumbel"),
+        *("own backward", "own hook", "whole"),
+    ],
 )
 def test_what_a_part_does_not_give_is_a_problem(between: Any, kind: str, words: str) -> None:
     (problem,) = probed(pairs(between), PAIR).problems
     assert problem.kind == kind
     assert words in problem.text
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_computed_again_by_the_model_itself_is_seen_through(reentrant: bool) -> None:
+    def between(m: Any, h: Tensor, x: Tensor) -> Tensor:
+        return checkpoint(lambda t: torch.tanh(t * m.gain), h, use_reentrant=reentrant)
+
+    found = probed(pairs(between), PAIR)
+    assert dict(found.partial) == {"layers.0.gain": ("tp",), "layers.1.gain": ("tp",)}
+
+
+class Switching(Pairs):
+    """Between a pair, something else in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, h, x: h.relu() if m.training else h.softmax(-1))
+
+
+def test_a_model_that_is_validated_is_tried_in_eval_mode_too() -> None:
+    assert probed(Switching, PAIR).problems == ()
+    (problem,) = probed(Switching, PAIR, validates=True).problems
+    assert (problem.kind, problem.module) == ("differs", "layers.0")
+    assert problem.text.startswith("in validation, softmax of (2, 4, 16) has (2, 4, 8)")
 
 
 def test_ones_of_the_size_of_a_part_are_no_problem() -> None:

@@ -64,6 +64,8 @@ def probe(
         if batch is None:
             return assemble_unrun(structure, _unrun_blocks(model, listed), tuple(_outermost(model)))
         found, blocks = _run(model, structure, listed, batch)
+        if run_as.held_out is not None and blocks:
+            found = _cut_in_eval(model, structure, blocks, batch, found)
         found = evolve(found, target=target)
         casts = applies(run_as.precision, found)
         recomputed = matched_modules(model, found, run_as.recompute) if run_as.recompute is not None else ()
@@ -293,6 +295,25 @@ def _run(
     return assemble_whole(structure, *passes(()), reason), ()
 
 
+def _cut_in_eval(
+    model: nn.Module, structure: Structure, blocks: tuple[str, ...], batch: Mapping[str, Tensor] | Tensor, trained: ModelFacts
+) -> ModelFacts:
+    """The facts without the cuts before which something else crosses in eval mode, in which held-out rows are run, than in training."""
+    mode = "in eval mode, in which held-out rows run,"
+    model.eval()
+    try:
+        held = assemble(structure, *(_observe(model, structure, blocks, batch, rows) for rows in _ROWS))
+    except (ModelError, NotAChain) as error:
+        return evolve(trained, layers=tuple(evolve(x, cut_before=x.cut_before or f"{mode} {error}") for x in trained.layers))
+    finally:
+        model.train()
+    layers = []
+    for mine, theirs in zip(trained.layers, held.layers, strict=True):
+        other = theirs.cut_before or ("other tensors cross than in training" if mine.inputs != theirs.inputs else "")
+        layers.append(evolve(mine, cut_before=mine.cut_before or f"{mode} {other}") if other else mine)
+    return evolve(trained, layers=tuple(layers))
+
+
 def _run_as_asked(
     model: nn.Module, structure: Structure, blocks: tuple[str, ...], batch: Mapping[str, Tensor] | Tensor, numerics: Numerics
 ) -> ModelFacts:
@@ -309,7 +330,9 @@ def _run_as_asked(
         kept = [layer.modules for layer in plain.layers] == [layer.modules for layer in found.layers]
         if not kept:
             raise ModelError("its layers are other ones then")
-        return evolve(found, target=plain.target, recomputed=how.recompute, unrepeatable=small.unrepeatable, casts_output=how.casts_output)
+        cuts = (evolve(b, cut_before=b.cut_before or a.cut_before) for a, b in zip(plain.layers, found.layers, strict=True))
+        found = evolve(found, layers=tuple(cuts), target=plain.target)
+        return evolve(found, recomputed=how.recompute, unrepeatable=small.unrepeatable, casts_output=how.casts_output)
 
     reason = ""
     for how in dict.fromkeys((numerics, evolve(numerics, casts_output=False))):

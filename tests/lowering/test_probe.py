@@ -9,7 +9,9 @@ from torch import nn
 import pdsl
 from pdsl.grammar.errors import ModelError, SpecError
 from pdsl.lowering.facts import BoundaryTensor, LayerKind
+from pdsl.lowering.precision import RunAs
 from pdsl.lowering.probe import probe
+from pdsl.lowering.spec import CallValue, PrecisionSpec
 from pdsl.models import gpt, vit
 from tests import chains
 
@@ -390,3 +392,33 @@ def test_shapes_of_output_and_target_are_held_against_the_objective(objective, l
     with pytest.raises(SpecError, match="PDL803") as caught:
         pdsl.compile(spec, model=model, batch=rows)
     assert [d.help for d in caught.value.diagnostics] == [("a target of (rows,)" if not floats else "a target of (rows, 3)",)]
+
+
+class Switching(nn.Module):
+    """Four blocks; in eval mode the second is left out, or the first result is added behind the last."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.start, self.how = nn.Linear(6, 6), how
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.start(x)
+        for i, layer in enumerate(self.layers):
+            x = x if self.how == "skips" and not self.training and i == 1 else layer(x)
+        return (x + first if self.how == "adds" and not self.training else x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("plain", ""), ("adds", "what follows also reads earlier results than those it is given"), ("skips", "layers.1 was not called")],
+)
+@pytest.mark.parametrize("precision", [PrecisionSpec(), PrecisionSpec(params="bf16")], ids=["fp32", "bf16"])
+def test_a_model_that_is_validated_is_cut_only_where_it_can_be_in_eval_mode_too(how, why, precision):
+    held_out = RunAs(precision, held_out=CallValue("source", ("x:y",)))
+    batch = {"x": torch.zeros(4, 6)}
+    trained = probe(lambda: Switching(how), {}, batch=batch, run_as=RunAs(precision))
+    found = probe(lambda: Switching(how), {}, batch=batch, run_as=held_out)
+    assert [layer.cut_before for layer in trained.layers[1:]] == [""] * (len(trained.layers) - 1)
+    cuts = [layer.cut_before for layer in found.layers[1:]]
+    assert cuts == [""] * len(cuts) if not why else all(c.startswith("in eval mode, ") and why in c for c in cuts)

@@ -73,7 +73,7 @@ def find_placements(
     """The placements of an operation's outputs, or None if its results on parts are no parts of its result.
 
     `run_whole` and `run_part` run it on given tensors with the other arguments of the whole and of the part; `inputs` are the whole tensors
-    and how they are split: floating ones are replaced by random numbers, split ones of truth values by others, the rest counts.
+    and how they are split: floating ones are replaced by random numbers, split ones of truth values and integers by others, the rest counts.
     `local_shapes` are those of the outputs on a part. Formats of 16 bits are tried in 32, where the operation takes them.
     """
     sizes = {a.name: a.size for a in axes}
@@ -137,6 +137,8 @@ def _stand_in(like: Tensor, placement: Placement, generator: torch.Generator, ch
         return _random(like, generator, wide=wide)
     if like.dtype is torch.bool and axes_of(placement):
         return torch.rand(tuple(like.shape), generator=generator) < chance
+    if axes_of(placement):
+        return like + torch.randint(0, 100, tuple(like.shape), generator=generator).to(like.dtype)
     return like.detach().clone()
 
 

@@ -250,7 +250,7 @@ class PartRun(WholeRun):
         with self.muted(), torch.no_grad():
             try:
                 return find_placements(runner(twin), runner(event), inputs, shapes, self.axes)
-            except RuntimeError:
+            except (RuntimeError, IndexError):
                 return None
 
     def _uneven(self, twin: Event, given: Sequence[Tensor]) -> ProblemFound | None:

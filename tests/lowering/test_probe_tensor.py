@@ -138,6 +138,7 @@ def test_a_whole_tensor_with_both_kinds_of_use_is_a_problem() -> None:
         (lambda m, h, x: h.bfloat16().softmax(-1).float(), "differs", "softmax of (2, 4, 16)"),
         (lambda m, h, x: h * (h > 1.5).any(-1, keepdim=True), "differs", "any of (2, 4, 16)"),
         (lambda m, h, x: h * (h > 0.0).all(-1, keepdim=True), "differs", "all of (2, 4, 16)"),
+        (lambda m, h, x: h * (4 * h).int().amax(-1, keepdim=True), "differs", "amax of (2, 4, 16)"),
         (lambda m, h, x: h * torch.from_numpy(h.detach().numpy().max(-1, keepdims=True)), "differs", "numpy reads the values"),
         (lambda m, h, x: torch.nn.functional.gumbel_softmax(h), "differs", "gumbel_softmax draws random numbers"),
         (lambda m, h, x: Normed.apply(h), "gradient", "Normed of the model computes a gradient of its own"),
@@ -149,7 +150,7 @@ def test_a_whole_tensor_with_both_kinds_of_use_is_a_problem() -> None:
         ),
     ],
     ids=[
-        *("softmax", "norm", "chunk", "reshape", "arange", "ones", "mean", "softmax in bf16", "any", "all", "numpy", "gumbel"),
+        *("softmax", "norm", "chunk", "reshape", "arange", "ones", "mean", "softmax in bf16", "any", "all", "integers", "numpy", "gumbel"),
         *("own backward", "own hook", "whole"),
     ],
 )

@@ -51,10 +51,16 @@ class StageCall(Protocol):
 
 @define
 class StepSums:
-    """What a rank adds up over the microbatches whose loss it computed."""
+    """What a rank adds up over the microbatches whose loss it computed. The losses are read when the step is over: on a GPU whoever reads one waits for all
+    that was begun before.
+    """
 
-    loss: float = 0.0
+    losses: list[torch.Tensor] = field(factory=list)
     tokens: int = 0
+
+    @property
+    def loss(self) -> float:
+        return sum(map(float, self.losses))
 
 
 @define
@@ -184,7 +190,7 @@ class Executor:
         output = self.call(stage, received, share.batch)
         if stage + 1 == len(self._inputs):
             weighted = self.objective(output, share, samples)
-            sums.loss += float(weighted.loss.detach())
+            sums.losses.append(weighted.loss.detach())
             sums.tokens += weighted.count
             self._flying[stage, microbatch] = _InFlight(received, (weighted.loss,))
             return

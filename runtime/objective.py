@@ -65,14 +65,17 @@ class Objective:
         if not share.counts:
             return WeightedLoss(torch.nan_to_num(loss) * 0.0, 0)
         if self.over_tokens:
-            count = token_count(share.batch)
-            return WeightedLoss(loss * count, count)
+            return WeightedLoss(loss * share.tokens, share.tokens)
         return WeightedLoss(loss * (share.size / samples) if self.loss.name == "mean" else loss, 0)
 
     def prepared(self, share: Share) -> Share:
-        """A microbatch in which no token counts has no loss: its mean would be 0 / 0, and so would gradients. It runs with tokens that do, and weighs nothing."""
-        if not self.over_tokens or not share.counts or token_count(share.batch):
+        """A microbatch with its tokens counted, where they are. One in which none counts has no loss: its mean would be 0 / 0, and so would gradients. It runs with
+        tokens that do, and weighs nothing.
+        """
+        if not self.over_tokens or not share.counts:
             return share
+        if tokens := token_count(share.batch):
+            return evolve(share, tokens=tokens)
         batch = {name: value.clamp(min=0) if name in TARGETS else value for name, value in share.batch.items()}
         return evolve(share, batch=batch, counts=False)
 

@@ -25,7 +25,7 @@ class Partial:
 
     def add(self, sums: StepSums, microbatches: Iterable[int]) -> None:
         """More microbatches are finished."""
-        self.sums = StepSums(self.sums.loss + sums.loss, self.sums.tokens + sums.tokens)
+        self.sums = StepSums([*self.sums.losses, *sums.losses], self.sums.tokens + sums.tokens)
         self.finished |= frozenset(microbatches)
 
     def keep(self, gradients: Mapping[str, torch.Tensor]) -> None:

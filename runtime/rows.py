@@ -42,11 +42,14 @@ Batch = Mapping[str, torch.Tensor]
 
 @frozen(eq=False)
 class Share:
-    """What a rank reads of one microbatch: `size` rows. They all count, or all stand in for rows that there are not."""
+    """What a rank reads of one microbatch: `size` rows. They all count, or all stand in for rows that there are not. `tokens` are the targets that count,
+    where the loss is a mean over them.
+    """
 
     batch: Batch
     size: int
     counts: bool = True
+    tokens: int = 0
 
 
 @frozen(eq=False)

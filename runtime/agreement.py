@@ -8,7 +8,7 @@ from typing import Any
 from attrs import Factory, define, field, frozen
 
 from pdsl.runtime.happenings import Host, Note, Send, TellRanks
-from pdsl.runtime.view import View
+from pdsl.runtime.view import LEFT, View
 from pdsl.runtime.votes import ballot, named, voters
 from pdsl.runtime.wire import Message
 
@@ -247,11 +247,15 @@ class Agreement(View):
 
     def _hear_commit(self, proposal: Message, now: float) -> None:
         if self.node in proposal["left"] and proposal["generation"] > self.generation:
-            self._end(f"node {self.node} has left", {"kind": "bye", "reason": "it left", "left": True}, status=0)
+            self._depart()
             return
         if self._promise is None or ballot(proposal) != ballot(self._promise):
             return
         self._take(proposal, now)
+
+    def _depart(self) -> None:
+        """The others have agreed that this node leaves."""
+        self._end(f"node {self.node} has left", {"kind": "bye", "reason": LEFT, "left": True}, status=0)
 
     def _take(self, proposal: Message, now: float) -> None:
         """A decision is made: these are the members now, and the ranks hear it."""

@@ -35,6 +35,7 @@ from pdsl.runtime.happenings import (
     Send,
     Tick,
 )
+from pdsl.runtime.view import LEFT
 from pdsl.runtime.votes import ballot, voters
 from pdsl.runtime.wire import Message
 
@@ -98,7 +99,7 @@ class Membership(Agreement):
 
     def _leave(self) -> None:
         if self.joining:
-            self._end(f"node {self.node} was asked to leave before it had joined", {"kind": "bye", "reason": "it left"}, status=0)
+            self._end(f"node {self.node} was asked to leave before it had joined", {"kind": "bye", "reason": LEFT}, status=0)
             return
         if self.node in self._leaving:
             return
@@ -109,6 +110,9 @@ class Membership(Agreement):
     # --- messages
 
     def _hear(self, node: int, message: Message, now: float) -> None:
+        if message.get("kind") == "out" and message["reason"] == LEFT and self.node in self._leaving:
+            self._depart()  # this node knows of the decision before its leader has told
+            return
         if message.get("kind") == "out" and node in self.members:
             self._end(f"node {self.node} was declared lost by node {node}: {message['reason']}", {"kind": "bye", "reason": "declared lost"})
             return

@@ -13,7 +13,10 @@ from pdsl.runtime.happenings import Action, End, Note, Send, TellRanks
 from pdsl.runtime.votes import majority, named, side_that_stays
 from pdsl.runtime.wire import Message
 
-__all__ = ["BEATS", "View"]
+__all__ = ["BEATS", "LEFT", "View"]
+
+LEFT = "it left"
+"""Why a node is out that asked to leave."""
 
 BEATS = 10
 """Signs of life within one `silence`."""
@@ -213,7 +216,7 @@ class View:
     def _farewell(self, nodes: Iterable[int]) -> None:
         """Nodes have left on purpose, as was agreed: they are out, and nothing is lost."""
         for node in nodes:
-            self.out.setdefault(node, "it left")
+            self.out.setdefault(node, LEFT)
             self._proven.add(node)
             self._connected.discard(node)
             self._joiners.discard(node)

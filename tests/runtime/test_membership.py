@@ -425,6 +425,22 @@ def test_nothing_is_heard_of_a_node_that_is_out():
     assert not agent.ended
 
 
+@pytest.mark.parametrize(
+    ("asked", "reason", "end"),
+    [
+        (True, "it left", ("node 2 has left", 0)),
+        (True, "it was silent", ("node 2 was declared lost by node 1: it was silent", 1)),
+        (False, "it left", ("node 2 was declared lost by node 1: it left", 1)),
+    ],
+)
+def test_a_node_that_leaves_hears_it_first_from_one_that_is_no_leader(asked, reason, end):
+    agent = machine(node=2)
+    if asked:
+        agent.handle(Leave(), 0.0)
+    ends = [a for a in agent.handle(Heard(1, {"kind": "out", "reason": reason}), 0.1) if isinstance(a, End)]
+    assert [(a.reason, a.status) for a in ends] == [end]
+
+
 def test_nothing_is_heard_of_strangers():
     agent = machine()
     assert agent.handle(Heard(7, {"kind": "fatal", "rank": 14}), 0.1) == ()

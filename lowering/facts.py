@@ -7,7 +7,9 @@ what little there is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
+from typing import TypeVar
 
 from attrs import frozen
 
@@ -25,13 +27,22 @@ __all__ = [
     "ParameterFacts",
     "Rowed",
     "item_bytes",
+    "target_of",
 ]
+
+_Entry = TypeVar("_Entry")
 
 SINGLE_INPUT = "input"
 """The name of the batch entry of a model that was run with one tensor and no names."""
 
 TARGETS = ("targets", "target", "labels", "label")
 """Names of the batch entry that an objective compares the output with; a model that does not take it is called without."""
+
+
+def target_of(batch: Mapping[str, _Entry]) -> _Entry | None:
+    """The target among the entries of a batch."""
+    return next((batch[name] for name in TARGETS if name in batch), None)
+
 
 _ITEM_BYTES = {
     "float64": 8,

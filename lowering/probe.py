@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pdsl.grammar.errors import ModelError
 from pdsl.lowering.chain import Observation, Structure, assemble, assemble_unrun, assemble_whole
 from pdsl.lowering.factory import brief_signature, call_factory, describe_error, on_path, resolve
-from pdsl.lowering.facts import SINGLE_INPUT, TARGETS, ModelFacts, ParameterFacts
+from pdsl.lowering.facts import SINGLE_INPUT, TARGETS, ModelFacts, ParameterFacts, target_of
 from pdsl.lowering.precision import AS_MADE, RunAs, applies
 from pdsl.lowering.probe_memory import Memories, shared_memory
 from pdsl.lowering.probe_numerics import Numerics, layer_modules, matched_modules
@@ -331,8 +331,14 @@ def _run_as_asked(
         if not kept:
             raise ModelError("its layers are other ones then")
         cuts = (evolve(b, cut_before=b.cut_before or a.cut_before) for a, b in zip(plain.layers, found.layers, strict=True))
-        found = evolve(found, layers=tuple(cuts), target=plain.target)
-        return evolve(found, recomputed=how.recompute, unrepeatable=small.unrepeatable, casts_output=how.casts_output)
+        return evolve(
+            found,
+            layers=tuple(cuts),
+            target=plain.target,
+            recomputed=how.recompute,
+            unrepeatable=small.unrepeatable,
+            casts_output=how.casts_output,
+        )
 
     reason = ""
     for how in dict.fromkeys((numerics, evolve(numerics, casts_output=False))):
@@ -407,7 +413,7 @@ def taken_entries(model: nn.Module, batch: Mapping[str, Tensor] | Tensor | None)
 
 def _target(batch: Mapping[str, Tensor] | Tensor | None) -> tuple[int, ...] | None:
     """The shape of the target of one row."""
-    found = next((batch[name] for name in TARGETS if name in batch), None) if isinstance(batch, Mapping) else None
+    found = target_of(batch) if isinstance(batch, Mapping) else None
     return tuple(found.shape[1:]) if found is not None else None
 
 

@@ -152,14 +152,9 @@ class _Probed:
         ends = [loss] if loss is not None else [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         for tensor in ends:
             placement = self.part.placement(tensor)
-            if (
-                loss is None
-                and self.objective == "cross_entropy"
-                and placement
-                and placement == split_placement(tensor.dim(), -1, placement[-1])
-            ):
-                if placement[-1]:
-                    self.part.note_loss(tensor, -1, tensor[..., 0].numel())
+            scores = loss is None and self.objective == "cross_entropy" and placement and placement[-1]
+            if scores and placement == split_placement(tensor.dim(), -1, scores):
+                self.part.note_loss(tensor, -1, tensor[..., 0].numel())
                 continue
             if placement is None or axes_of(placement):
                 over = ", ".join(sorted(axes_of(placement or ())))

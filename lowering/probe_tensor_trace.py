@@ -153,9 +153,11 @@ class PartRun(WholeRun):
 
     def _split_loss(self, func: Any, args: Any, kwargs: Any) -> CrossEntropy | None:
         """The call, if it is one of a cross entropy whose classes are split. Its scores get a whole gradient of their own classes."""
-        loss = CrossEntropy.of(args, kwargs) if func is F.cross_entropy else None
-        placed = self.placement(loss.scores) if loss is not None else None
-        if loss is None or not placed or placed != split_placement(len(placed), loss.dim, placed[loss.dim]) or not placed[loss.dim]:
+        if func is not F.cross_entropy:
+            return None
+        loss = CrossEntropy.of(args, kwargs)
+        placed = self.placement(loss.scores)
+        if not placed or not placed[loss.dim] or placed != split_placement(len(placed), loss.dim, placed[loss.dim]):
             return None
         if loss.refused:
             raise self.problem("differs", loss.refused, [loss.scores])
@@ -185,8 +187,7 @@ class PartRun(WholeRun):
             raise self.problem(
                 "differs", f"the model takes another path than with whole parameters: it calls {event.name} here", event.inputs
             )
-        args, kwargs = tree_unflatten(event.leaves, event.spec) if event.spec is not None else ((), {})
-        loss = self._split_loss(event.func, args, kwargs)
+        loss = self._split_loss(event.func, *tree_unflatten(event.leaves, event.spec)) if event.func is F.cross_entropy else None
         if loss is not None:
             event.module, event.placements = True, [whole(t.dim()) for t in event.outputs]
             self.note_loss(loss.scores, loss.dim, loss.target.numel())

@@ -49,9 +49,9 @@ def island_mesh(
 
 def leave_island() -> None:
     """End torch's WORLD, if there is one. Its groups end, with their threads and sockets, when no module is left that was sharded over it."""
+    _clear_sharding_prop_cache()  # torch keeps the meshes of all that it has ever sharded
     if dist.is_initialized():
         dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # torch keeps the meshes of all that it has ever sharded
 
 
 def mesh_dim(role: str, axes: Sequence[str]) -> str:

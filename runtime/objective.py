@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pdsl.grammar.errors import ModelError
 from pdsl.lowering.factory import resolve
-from pdsl.lowering.facts import TARGETS
+from pdsl.lowering.facts import TARGETS, target_of
 from pdsl.lowering.plan import Job
 from pdsl.lowering.spec import CallValue
 from pdsl.runtime.rows import Share
@@ -26,13 +26,9 @@ __all__ = ["IGNORED", "Objective", "WeightedLoss", "flat_cross_entropy", "make_o
 IGNORED = -100  # the label that torch's cross entropy skips
 
 
-def _target(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    return next((batch[name] for name in TARGETS if name in batch), None)
-
-
 def token_count(batch: Mapping[str, torch.Tensor]) -> int:
     """How many targets of a batch count: all that are not -100 (for floating targets: all rows)."""
-    target = _target(batch)
+    target = target_of(batch)
     if target is None:
         raise ModelError(f"mean(over = tokens) counts targets, but the batch has none of {', '.join(TARGETS)}: {', '.join(batch)}")
     return int((target != IGNORED).sum()) if not target.is_floating_point() else target.shape[0]
@@ -81,7 +77,7 @@ class Objective:
 
     def _plain(self, output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if self.function is not None:
-            target = _target(batch)
+            target = target_of(batch)
             if target is None:
                 raise ModelError(f"the objective needs a target, but the batch has none of {', '.join(TARGETS)}: {', '.join(batch)}")
             return self.function(output, target)

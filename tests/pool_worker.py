@@ -135,9 +135,13 @@ def _end_with_tests(tests: int) -> None:
 def _answer(request: Request) -> Outcome:
     import torch
 
+    from pdsl.runtime.meshes import leave_island
+
     environment = dict(os.environ)
     outcome = _run(request)
-    _leave_groups()
+    # a rank that failed may find its peers gone; there is nothing more to say about it than its own error
+    with contextlib.suppress(Exception):
+        leave_island()
     gc.collect()  # groups held by cycles, or by the frames of an exception, end now: each has threads that wake up a hundred times a second
     os.environ.clear()
     os.environ.update(environment)
@@ -188,14 +192,3 @@ def _follows(error: BaseException) -> bool:
         "write error",
     )
     return isinstance(error, ConnectionError | EOFError) or any(sign in text for sign in signs)
-
-
-def _leave_groups() -> None:
-    import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()  # it holds meshes, and they their groups
-    if dist.is_available() and dist.is_initialized():
-        # a rank that failed may find its peers gone; there is nothing more to say about it than its own error
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()

@@ -107,7 +107,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_groups_end_with_their_threads(pool: Pool, name: str) -> None:
-    shard, more = SPLITS[name]
-    plan = pdsl.compile(pdsl.load(text({"tp": 2}, shard, pipeline=more)))
+    shard, blocks = SPLITS[name]
+    plan = pdsl.compile(pdsl.load(text({"tp": 2}, shard, pipeline=blocks)))
     for first, *more in pool.run(_threads, 2, plan.to_json(), 3):
         assert more == [first, first]

@@ -176,21 +176,25 @@ train {{
 """
 
 
+def classes_plan(model: str, arguments: str, objective: str) -> Plan:
+    head = "2" if model == "classes" else "{head,other}" if "two heads" in arguments else "head"
+    return pdsl.compile(pdsl.load(CLASSES.format(model=model, arguments=arguments, head=head, objective=objective)))
+
+
 @pytest.mark.parametrize(
-    ("model", "arguments", "head", "objective"),
+    ("model", "arguments", "objective", "heads"),
     [
-        ("classes", "", "2", "cross_entropy"),
-        ("classifier", 'loss = "torch"', "head", "model"),
-        ("classifier", 'loss = "module"', "head", "model"),
-        ("classifier", 'loss = "two heads"', "{head,other}", "model"),
+        ("classes", "", "cross_entropy", ["2"]),
+        ("classifier", 'loss = "torch"', "model", ["head", "head"]),
+        ("classifier", 'loss = "module"', "model", ["head"]),
+        ("classifier", 'loss = "two heads"', "model", ["head", "other"]),
     ],
     ids=["an objective", "two losses of one head", "a loss that is a module", "two heads"],
 )
-def test_losses_of_classes(pool: Pool, model: str, arguments: str, head: str, objective: str) -> None:
-    plan = pdsl.compile(pdsl.load(CLASSES.format(model=model, arguments=arguments, head=head, objective=objective)))
+def test_losses_of_classes(pool: Pool, model: str, arguments: str, objective: str, heads: list[str]) -> None:
+    plan = classes_plan(model, arguments, objective)
     assert plan.facts.tensor is not None
-    found = {(loss.module, loss.axes, loss.targets) for loss in plan.facts.tensor.losses}
-    assert found <= {(name, ("tp",), 1) for name in ("2", "head", "other")} != set()
+    assert [(loss.module, loss.axes, loss.targets) for loss in plan.facts.tensor.losses] == [(head, ("tp",), 1) for head in heads]
     ours = traced(pool, plan, 3)
     report = compare(ours, oracle(plan, ours), 1e-5)
     assert report.ok, report.worst
@@ -208,9 +212,8 @@ def test_losses_of_classes(pool: Pool, model: str, arguments: str, head: str, ob
     ids=["weights", "made of other functions", "sizes by name", "written", "another objective"],
 )
 def test_losses_that_take_all_scores_are_refused(model: str, arguments: str, objective: str, words: str) -> None:
-    head = "2" if model == "classes" else "head"
     with pytest.raises(SpecError) as caught:
-        pdsl.compile(pdsl.load(CLASSES.format(model=model, arguments=arguments, head=head, objective=objective)))
+        classes_plan(model, arguments, objective)
     told = [d for d in caught.value.diagnostics if d.code == "PDL311"]
     assert [d.message for d in told if words in d.message] == [d.message for d in told] != []
     assert "[tp, _]" in told[0].help[0]
